@@ -1,0 +1,1 @@
+"""GRPO-family reinforcement learning of language models with verifiable rewards, on Lightning."""

@@ -1,0 +1,152 @@
+"""The flat, ragged tensors of one optimizer step.
+
+Completion tokens of all sequences lie one after the other in a vector of T tokens; nothing is padded, so there is no
+mask to forget. A worked example, two completions of one prompt, the second of them empty::
+
+    prompt_ids [3] = 12 9 31     prompt_lengths [1] = 3
+    token_ids  [2] = 31 2        lengths        [2] = 2 0      group [2] = 0 0      sequence [2] = 0 0
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_lit.rollout import Group
+from grpo_lit.shapes import SequenceFloat, SequenceInt, TokenFloat, TokenInt
+
+#: Sums a tensor over all ranks; the identity on one process.
+SumRanks = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """S sequences of N prompts, T completion tokens in all.
+
+    Attributes:
+        prompt_ids: Prompts, one after the other, each once however many completions it has.
+        prompt_lengths: Tokens of each prompt.
+        group: Which prompt each sequence answers.
+        token_ids: Completion tokens.
+        lengths: Completion tokens of each sequence; 0 is allowed.
+        sampler_logprobs: The engine's log-prob of each token [nats].
+        rewards: Total reward of each sequence.
+        scores: Each reward component of each sequence, NaN where it abstained.
+        domain: Index into ``domains`` of each sequence.
+        weight_version: ``global_step`` of the weights that sampled each sequence.
+        advantages: Set by the objective before the first update on a rollout.
+        weights: The reduction's weight of each sequence; set per optimizer step.
+        old_logprobs: Log-probs under the old policy; ``None`` while they equal the current ones.
+        reference_logprobs: Log-probs under the frozen reference; ``None`` where no KL asks for them.
+        temperature: Sampling temperature, for every log-prob of this batch.
+        domains: Names of the domains.
+    """
+
+    prompt_ids: Int[Tensor, "P"]
+    prompt_lengths: Int[Tensor, "N"]
+    group: SequenceInt
+    token_ids: TokenInt
+    lengths: SequenceInt
+    sampler_logprobs: TokenFloat
+    rewards: SequenceFloat
+    scores: Float[Tensor, "S K"]
+    domain: SequenceInt
+    weight_version: SequenceInt
+    advantages: SequenceFloat | None = None
+    weights: SequenceFloat | None = None
+    old_logprobs: TokenFloat | None = None
+    reference_logprobs: TokenFloat | None = None
+    temperature: float = 1.0
+    domains: tuple[str, ...] = ("default",)
+
+    @property
+    def sequence(self) -> TokenInt:
+        """Which sequence each token belongs to [T]."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Group], temperature: float, score_names: Sequence[str] = ()) -> "TokenBatch":
+        """Flatten groups; samples whose reward is ``None`` are left out, as if never drawn.
+
+        Args:
+            groups: Scored groups.
+            temperature: The one they were sampled at.
+            score_names: Columns of ``scores``, the same on every rank.
+        """
+        domains = tuple(sorted({g.prompt.domain for g in groups})) or ("default",)
+        rows = [(n, i) for n, g in enumerate(groups) for i, reward in enumerate(g.rewards) if reward is not None]
+        completions = [groups[n].completions[i] for n, i in rows]
+        scores = [[_nan_if_none(groups[n].scores[name][i]) for name in score_names] for n, i in rows]
+        return cls(
+            prompt_ids=_ints([t for g in groups for t in g.prompt.token_ids]),
+            prompt_lengths=_ints([len(g.prompt.token_ids) for g in groups]),
+            group=_ints([n for n, _ in rows]),
+            token_ids=_ints([t for c in completions for t in c.token_ids]),
+            lengths=_ints([len(c.token_ids) for c in completions]),
+            sampler_logprobs=_floats([p for c in completions for p in c.logprobs]),
+            rewards=_floats([groups[n].rewards[i] for n, i in rows]),
+            scores=_floats(scores).reshape(len(rows), len(score_names)),
+            domain=_ints([domains.index(groups[n].prompt.domain) for n, _ in rows]),
+            weight_version=_ints([c.weight_version for c in completions]),
+            temperature=temperature,
+            domains=domains,
+        )
+
+    def select(self, sequences: SequenceInt) -> "TokenBatch":
+        """Return these sequences only, in the order given, with the prompts they need and no others."""
+        tokens = segment_indices(self.lengths, sequences)
+        groups, group = torch.unique(self.group[sequences], return_inverse=True)
+        per_token = ("token_ids", "sampler_logprobs", "old_logprobs", "reference_logprobs")
+        per_sequence = ("lengths", "rewards", "scores", "domain", "weight_version", "advantages", "weights")
+        picked = {name: _pick(getattr(self, name), tokens) for name in per_token}
+        picked |= {name: _pick(getattr(self, name), sequences) for name in per_sequence}
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[segment_indices(self.prompt_lengths, groups)],
+            prompt_lengths=self.prompt_lengths[groups],
+            group=group,
+            **picked,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "TokenBatch":
+        """Return the same batch on ``device``."""
+        moved = {
+            f.name: value.to(device, non_blocking=non_blocking)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def segment_indices(lengths: Int[Tensor, "A"], segments: Int[Tensor, "B"]) -> Int[Tensor, "C"]:
+    """Return the flat positions of the chosen segments, in the order given.
+
+    Example: ``segment_indices(tensor([2, 3, 1]), tensor([2, 0])) == tensor([5, 0, 1])``.
+    """
+    starts = (lengths.cumsum(0) - lengths)[segments]
+    chosen = lengths[segments]
+    offset = torch.repeat_interleave(starts - (chosen.cumsum(0) - chosen), chosen)
+    return torch.arange(len(offset), device=lengths.device) + offset
+
+
+def _pick(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index]
+
+
+def _nan_if_none(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _ints(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.long)
+
+
+def _floats(values: Sequence) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Where prompts come from, and how they reach the learner as scored rollouts."""

@@ -1,0 +1,9 @@
+"""Errors that a user can mend, shown by the command line without a traceback."""
+
+
+class ConfigError(ValueError):
+    """A setting, or a combination of settings, that cannot work: the message names the key and the fix."""
+
+
+class EngineError(RuntimeError):
+    """The rollout engine could not start, answer, or take the weights."""

@@ -1,0 +1,1 @@
+"""What is logged: exact under micro-batches and ranks."""

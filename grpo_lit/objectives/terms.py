@@ -1,0 +1,82 @@
+"""What every part of the objective may look at, and the segment arithmetic they share."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.shapes import SequenceFloat, SequenceInt, TokenBool, TokenFloat, TokenInt
+
+#: exp(20) = 4.9e8 still squares within float32; beyond it ratios and k3 overflow to inf and their gradients to NaN.
+#: The clamp comes before exp: clamping the value afterwards leaves inf * 0 = NaN in the gradient.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per-token terms of the sequences of one micro-batch; whole sequences only.
+
+    Attributes:
+        logprobs: Log-probs under the policy being trained, with gradient.
+        old_logprobs: Log-probs under the old policy, detached.
+        sampler_logprobs: The engine's log-probs.
+        reference_logprobs: Log-probs under the reference, or ``None``.
+        entropy: Entropy of the policy at each position [nats].
+        advantages: Advantage of each token's sequence.
+        lengths: Tokens of each sequence.
+        sequence: Sequence of each token.
+    """
+
+    logprobs: TokenFloat
+    old_logprobs: TokenFloat
+    sampler_logprobs: TokenFloat
+    reference_logprobs: TokenFloat | None
+    entropy: TokenFloat
+    advantages: TokenFloat
+    lengths: SequenceInt
+    sequence: TokenInt
+
+    @classmethod
+    def of(cls, batch: TokenBatch, logprobs: TokenFloat, entropy: TokenFloat) -> "Terms":
+        """Join a batch with the policy's output on it; without old log-probs the policy is its own old policy."""
+        if batch.advantages is None:
+            raise ValueError("`batch.advantages` expected a value per sequence, but got None: compute them first")
+        sequence = batch.sequence
+        return cls(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+            sampler_logprobs=batch.sampler_logprobs,
+            reference_logprobs=batch.reference_logprobs,
+            entropy=entropy,
+            advantages=batch.advantages[sequence],
+            lengths=batch.lengths,
+            sequence=sequence,
+        )
+
+    @cached_property
+    def log_ratio(self) -> TokenFloat:
+        """d = logp - logp_old, within +-``MAX_LOG_RATIO``."""
+        return bounded(self.logprobs - self.old_logprobs)
+
+    def sequence_sum(self, values: TokenFloat) -> SequenceFloat:
+        """Sum over the tokens of each sequence; 0 for an empty one."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.sequence, values)
+
+    def sequence_mean(self, values: TokenFloat) -> SequenceFloat:
+        """Mean over the tokens of each sequence; 0 for an empty one."""
+        return self.sequence_sum(values) / self.lengths.clamp(min=1)
+
+    def spread(self, values: SequenceFloat) -> TokenFloat:
+        """Give every token its sequence's value."""
+        return values[self.sequence]
+
+
+def bounded(log_ratio: TokenFloat) -> TokenFloat:
+    """Clamp a log-ratio so that its exponential, the square of that, and their gradients stay finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def no_tokens(values: TokenFloat) -> TokenBool:
+    """Return an all-false flag per token."""
+    return torch.zeros_like(values, dtype=torch.bool)

@@ -1,0 +1,14 @@
+"""The reward ABC."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from grpo_lit.rollout import Completion, Prompt
+
+
+class Reward(ABC):
+    """Scores the completions of one prompt. Write one by subclassing it; its constructor arguments become YAML keys."""
+
+    @abstractmethod
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        """Return one score per completion, in order; ``None`` abstains for that completion (it is not a zero)."""
