@@ -55,7 +55,7 @@ class GroupAdvantage(Advantage):
             centred = centred / (variance.sqrt()[group] + STD_EPS)
         elif self.scale == "batch_std":
             centred = centred / (_global_std(centred, sum_ranks) + STD_EPS)
-        return centred.float()
+        return centred.to(batch.rewards.dtype)
 
 
 def group_sum(values: Tensor, group: SequenceInt, groups: int) -> Tensor:

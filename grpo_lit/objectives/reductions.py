@@ -45,7 +45,7 @@ class SequenceMean(Reduction):
 
     def __call__(self, batch: TokenBatch, counts: Counts) -> SequenceFloat:
         """Return the weights; an empty sequence has no token to weigh."""
-        return 1.0 / (max(counts.sequences, 1) * batch.lengths.clamp(min=1).float())
+        return 1.0 / (max(counts.sequences, 1) * batch.lengths.clamp(min=1).to(batch.rewards.dtype))
 
 
 @dataclass
