@@ -7,6 +7,7 @@ mask to forget. A worked example, two completions of one prompt, the second of t
     token_ids  [2] = 31 2        lengths        [2] = 2 0      group [2] = 0 0      sequence [2] = 0 0
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -15,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_lit.rollout import Group
-from grpo_lit.shapes import SequenceFloat, SequenceInt, TokenFloat, TokenInt
+from grpo_lit.shapes import SequenceBool, SequenceFloat, SequenceInt, TokenBool, TokenFloat, TokenInt
 
 #: Sums a tensor over all ranks; the identity on one process.
 SumRanks = Callable[[Tensor], Tensor]
@@ -40,8 +41,12 @@ class TokenBatch:
         weights: The reduction's weight of each sequence; set per optimizer step.
         old_logprobs: Log-probs under the old policy; ``None`` while they equal the current ones.
         reference_logprobs: Log-probs under the frozen reference; ``None`` where no KL asks for them.
+        old_entropy: Entropy of the old policy at each token [nats]; ``None`` unless a selection asks for it.
+        selected: Tokens whose surrogate trains; ``None``: all.
+        truncated: Whether each sequence ran into the length limit.
         temperature: Sampling temperature, for every log-prob of this batch.
         domains: Names of the domains.
+        score_names: Names of the columns of ``scores``.
     """
 
     prompt_ids: Int[Tensor, "P"]
@@ -58,8 +63,12 @@ class TokenBatch:
     weights: SequenceFloat | None = None
     old_logprobs: TokenFloat | None = None
     reference_logprobs: TokenFloat | None = None
+    old_entropy: TokenFloat | None = None
+    selected: TokenBool | None = None
+    truncated: SequenceBool | None = None
     temperature: float = 1.0
     domains: tuple[str, ...] = ("default",)
+    score_names: tuple[str, ...] = ()
 
     @property
     def sequence(self) -> TokenInt:
@@ -73,7 +82,7 @@ class TokenBatch:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group], temperature: float, score_names: Sequence[str] = ()) -> "TokenBatch":
-        """Flatten groups; samples whose reward is ``None`` are left out, as if never drawn.
+        """Flatten groups; samples whose reward is ``None`` or NaN are left out, as if never drawn.
 
         Args:
             groups: Scored groups.
@@ -81,7 +90,7 @@ class TokenBatch:
             score_names: Columns of ``scores``, the same on every rank.
         """
         domains = tuple(sorted({g.prompt.domain for g in groups})) or ("default",)
-        rows = [(n, i) for n, g in enumerate(groups) for i, reward in enumerate(g.rewards) if reward is not None]
+        rows = [(n, i) for n, g in enumerate(groups) for i, reward in enumerate(g.rewards) if _is_known(reward)]
         completions = [groups[n].completions[i] for n, i in rows]
         scores = [[_nan_if_none(groups[n].scores[name][i]) for name in score_names] for n, i in rows]
         return cls(
@@ -95,16 +104,31 @@ class TokenBatch:
             scores=_floats(scores).reshape(len(rows), len(score_names)),
             domain=_ints([domains.index(groups[n].prompt.domain) for n, _ in rows]),
             weight_version=_ints([c.weight_version for c in completions]),
+            truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
             temperature=temperature,
             domains=domains,
+            score_names=tuple(score_names),
         )
+
+    def token_positions(self, sequences: SequenceInt) -> Int[Tensor, "t"]:
+        """Return where the tokens of these sequences lie in T, in the order given."""
+        return segment_indices(self.lengths, sequences)
 
     def select(self, sequences: SequenceInt) -> "TokenBatch":
         """Return these sequences only, in the order given, with the prompts they need and no others."""
-        tokens = segment_indices(self.lengths, sequences)
+        tokens = self.token_positions(sequences)
         groups, group = torch.unique(self.group[sequences], return_inverse=True)
-        per_token = ("token_ids", "sampler_logprobs", "old_logprobs", "reference_logprobs")
-        per_sequence = ("lengths", "rewards", "scores", "domain", "weight_version", "advantages", "weights")
+        per_token = ("token_ids", "sampler_logprobs", "old_logprobs", "reference_logprobs", "old_entropy", "selected")
+        per_sequence = (
+            "lengths",
+            "rewards",
+            "scores",
+            "domain",
+            "weight_version",
+            "advantages",
+            "weights",
+            "truncated",
+        )
         picked = {name: _pick(getattr(self, name), tokens) for name in per_token}
         picked |= {name: _pick(getattr(self, name), sequences) for name in per_sequence}
         return replace(
@@ -138,6 +162,10 @@ def segment_indices(lengths: Int[Tensor, "A"], segments: Int[Tensor, "B"]) -> In
 
 def _pick(values: Tensor | None, index: Tensor) -> Tensor | None:
     return None if values is None else values[index]
+
+
+def _is_known(reward: float | None) -> bool:
+    return reward is not None and not math.isnan(reward)
 
 
 def _nan_if_none(value: float | None) -> float:

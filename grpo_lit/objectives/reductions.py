@@ -3,8 +3,11 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from grpo_lit.batch import TokenBatch
+import torch
+
+from grpo_lit.batch import SumRanks, TokenBatch
 from grpo_lit.errors import ConfigError
+from grpo_lit.objectives.advantages import group_sum
 from grpo_lit.shapes import SequenceFloat
 
 
@@ -15,12 +18,20 @@ class Counts:
     Attributes:
         sequences: S.
         tokens: T.
-        groups: Prompts with at least one sequence.
+        groups: Prompts with at least one token.
     """
 
     sequences: int
     tokens: int
     groups: int
+
+    @classmethod
+    def of(cls, batch: TokenBatch, sum_ranks: SumRanks) -> "Counts":
+        """Count one optimizer step; every rank passes its own whole groups."""
+        groups = batch.group[batch.lengths > 0].unique().numel()
+        mine = torch.tensor([len(batch.lengths), batch.tokens, groups], device=batch.lengths.device)
+        sequences, tokens, groups = sum_ranks(mine).tolist()
+        return cls(sequences=int(sequences), tokens=int(tokens), groups=int(groups))
 
 
 class Reduction(ABC):
@@ -55,6 +66,20 @@ class TokenMean(Reduction):
     def __call__(self, batch: TokenBatch, counts: Counts) -> SequenceFloat:
         """Return the weights."""
         return batch.rewards.new_full((len(batch.lengths),), 1.0 / max(counts.tokens, 1))
+
+
+@dataclass
+class GroupTokenMean(Reduction):
+    """Every group weighs the same, and every token within it: w = 1 / (N sum_{j in group} len_j).
+
+    DAPO (arXiv 2503.14476) as its equation reads, an expectation over prompts; a prompt with long answers does not
+    outweigh the others. The sequences of a group must be on one rank and in one optimizer step.
+    """
+
+    def __call__(self, batch: TokenBatch, counts: Counts) -> SequenceFloat:
+        """Return the weights; a group without a token has none to weigh."""
+        tokens = group_sum(batch.lengths.to(batch.rewards.dtype), batch.group, len(batch.prompt_lengths))
+        return 1.0 / (max(counts.groups, 1) * tokens.clamp(min=1)[batch.group])
 
 
 @dataclass

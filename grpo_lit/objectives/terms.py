@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.shapes import SequenceFloat, SequenceInt, TokenBool, TokenFloat, TokenInt
 
 #: exp(20) = 4.9e8 still squares within float32; beyond it ratios and k3 overflow to inf and their gradients to NaN.
-#: The clamp comes before exp: clamping the value afterwards leaves inf * 0 = NaN in the gradient.
+#: The bound comes before exp: bounding the value afterwards leaves inf * 0 = NaN in the gradient.
 MAX_LOG_RATIO = 20.0
 
 
@@ -26,6 +28,8 @@ class Terms:
         advantages: Advantage of each token's sequence.
         lengths: Tokens of each sequence.
         sequence: Sequence of each token.
+        domain: Index into ``domains`` of each sequence.
+        domains: Names of the domains.
     """
 
     logprobs: TokenFloat
@@ -36,6 +40,8 @@ class Terms:
     advantages: TokenFloat
     lengths: SequenceInt
     sequence: TokenInt
+    domain: SequenceInt
+    domains: tuple[str, ...] = ("default",)
 
     @classmethod
     def of(cls, batch: TokenBatch, logprobs: TokenFloat, entropy: TokenFloat) -> "Terms":
@@ -52,12 +58,19 @@ class Terms:
             advantages=batch.advantages[sequence],
             lengths=batch.lengths,
             sequence=sequence,
+            domain=batch.domain,
+            domains=batch.domains,
         )
 
     @cached_property
     def log_ratio(self) -> TokenFloat:
-        """d = logp - logp_old, within +-``MAX_LOG_RATIO``."""
-        return bounded(self.logprobs - self.old_logprobs)
+        """d = logp - logp_old, as it is; exponentiate it with :func:`tangent_exp` only."""
+        return self.logprobs - self.old_logprobs
+
+    @cached_property
+    def ratio(self) -> TokenFloat:
+        """r = exp(d), continued by its tangent beyond ``MAX_LOG_RATIO``."""
+        return tangent_exp(self.log_ratio)
 
     def sequence_sum(self, values: TokenFloat) -> SequenceFloat:
         """Sum over the tokens of each sequence; 0 for an empty one."""
@@ -72,8 +85,20 @@ class Terms:
         return values[self.sequence]
 
 
-def bounded(log_ratio: TokenFloat) -> TokenFloat:
-    """Clamp a log-ratio so that its exponential, the square of that, and their gradients stay finite."""
+def tangent_exp(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """exp up to ``MAX_LOG_RATIO``, and its tangent there beyond it.
+
+    f(x) = exp(min(x, 20)) (1 + x - min(x, 20))
+
+    Finite in value and gradient for any finite x, monotone, and smooth. A plain clamp has gradient 0 beyond the bound,
+    so the tokens that moved furthest from the reference would be the only ones that the KL lets go.
+    """
+    top = x.clamp(max=MAX_LOG_RATIO)
+    return top.exp() * (1 + x - top)
+
+
+def bounded(log_ratio: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Clamp a log-ratio that carries no gradient (a correction, a metric) so that its exponential squares finitely."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

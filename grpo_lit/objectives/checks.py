@@ -1,0 +1,54 @@
+"""Combinations of parts that contradict: refused, with both parts named, and never mended in silence."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from grpo_lit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_lit.objectives.objective import Objective
+
+
+def refuse_contradictions(objective: "Objective") -> None:
+    """Refuse an objective whose parts undo or repeat each other.
+
+    Raises:
+        ConfigError: Names both parts and the way out.
+    """
+    _ratio_paid_once(objective)
+    _tokens_of_one_value(objective)
+    _reward_that_is_read(objective)
+
+
+def _ratio_paid_once(objective: "Objective") -> None:
+    twice = [name for name, count in Counter(map(_name, objective.corrections)).items() if count > 1]
+    if twice:
+        raise ConfigError(f"`corrections` expected each part once, but got {twice[0]} twice: keep the stricter one")
+    payers = [part for part in (objective.surrogate, *objective.corrections) if part.pays_sampler_ratio]
+    if len(payers) > 1:
+        first, second = payers[:2]
+        raise ConfigError(
+            f"{_name(first)} and {_name(second)} expected one of them to pay the ratio to the sampler, but got both: "
+            "it would be squared. Drop one, or set `kept: one` on a masked form (`anchor: old` on DPPO)"
+        )
+
+
+def _tokens_of_one_value(objective: "Objective") -> None:
+    if objective.selection is not None and objective.surrogate.level == "sequence":
+        raise ConfigError(
+            f"`selection` {_name(objective.selection)} expected a surrogate whose tokens have gradients of their own, "
+            f"but got {_name(objective.surrogate)}, which has one value per sequence: use SequenceTokenClip or TokenClip"
+        )
+
+
+def _reward_that_is_read(objective: "Objective") -> None:
+    divergence = objective.divergence
+    if divergence is not None and divergence.place == "reward" and not objective.advantage.reads_rewards:
+        raise ConfigError(
+            f"{_name(divergence)} with `place: reward` expected an advantage made from the total reward, but got "
+            f"{_name(objective.advantage)}, which reads single scores: use `place: loss`, or another advantage"
+        )
+
+
+def _name(part: object) -> str:
+    return type(part).__name__
