@@ -7,3 +7,11 @@ class ConfigError(ValueError):
 
 class EngineError(RuntimeError):
     """The rollout engine could not start, answer, or take the weights."""
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on in a way that makes sense, and says why."""
+
+
+class RewardError(RuntimeError):
+    """A reward failed, or returned what is not one finite number or ``None`` per completion."""

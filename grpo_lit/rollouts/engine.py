@@ -25,7 +25,7 @@ class EngineModel:
 
 
 class Engine(ABC):
-    """Samples completions from its own copy of the weights, so that sync, staleness and mismatch mean the same everywhere.
+    """Samples completions from its own copy of the weights: sync, staleness and mismatch mean the same everywhere.
 
     Life: ``start`` once, then any number of ``load_weights`` and ``generate``, then ``close`` (which may be called
     at any time, twice, and from an exception handler).

@@ -1,0 +1,56 @@
+"""The command line: ``grpo-lit fit|validate|test|predict --config base.yaml --config overlay.yaml ...``."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+# Importing the packages lets YAML name their classes without a path: `surrogate: TokenClip`.
+from grpo_lit.data.module import RolloutDataModule
+from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
+from grpo_lit.module import GRPOModule
+
+
+class GRPOCLI(LightningCLI):
+    """LightningCLI with the model's checkpoint handed to the data module."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Link what two sides must agree on, so that it is written once."""
+        parser.link_arguments("model.checkpoint", "data.checkpoint")
+
+
+def run(args: ArgsType = None) -> GRPOCLI:
+    """Run a subcommand, for Python callers and tests.
+
+    Args:
+        args: Command-line words; ``None``: those of this process.
+
+    Raises:
+        ConfigError: A setting cannot work.
+        EngineError: The engine failed.
+        TrainingError: The run cannot go on.
+    """
+    # Lightning warns of few dataloader workers; rollouts come from an engine, there is no worker to add.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    return GRPOCLI(
+        GRPOModule,
+        RolloutDataModule,
+        # A second run in the same folder replaces the record of the first instead of refusing to start.
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        parser_kwargs={"parser_mode": "yaml"},
+        args=args,
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Console script: a user's error is answered in a few lines, without a traceback unless GRPO_LIT_TRACEBACK=1."""
+    try:
+        run(list(args) if args is not None else None)
+    except (ConfigError, EngineError, RewardError, TrainingError) as error:
+        if os.environ.get("GRPO_LIT_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

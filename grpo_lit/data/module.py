@@ -1,0 +1,242 @@
+"""RolloutDataModule: prompts, engine and rewards as a stream of minibatches that Lightning cannot run ahead of."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.data.evaluation import Evaluation, EvaluationBatch
+from grpo_lit.data.loaders import EvaluationLoader, RolloutLoader
+from grpo_lit.data.source import PromptSource
+from grpo_lit.data.stream import PromptStream
+from grpo_lit.data.template import PromptTemplate
+from grpo_lit.errors import ConfigError
+from grpo_lit.metrics.memory import PeakMemory
+from grpo_lit.metrics.rollout import rollout_rates
+from grpo_lit.policy.checkpoint import context_length, load_tokenizer, stop_token_ids
+from grpo_lit.ranks import Ranks
+from grpo_lit.rewards.combination import RewardCombination
+from grpo_lit.rollout import Prompt, Sampling
+from grpo_lit.rollouts.engine import Engine, EngineModel
+from grpo_lit.rollouts.minibatch import Minibatch, Rollout, plan_updates
+from grpo_lit.rollouts.sampler import Sampler
+
+
+class RolloutDataModule(LightningDataModule):
+    """Rollouts of the policy being trained, and answers to held-out prompts.
+
+    Args:
+        engine: Who draws completions.
+        train: Prompts to train on.
+        rewards: What a completion is worth, and which reward says that it is correct.
+        val: Held-out prompts by name, scored by ``fit`` before the first step and on Lightning's schedule, and by
+            ``validate``, ``test`` and ``predict``.
+        template: How a question becomes a prompt.
+        sampling: Temperature, length and number of completions per prompt in training.
+        evaluation: How held-out prompts are answered.
+        prompts_per_rollout: Prompts of one rollout over all ranks.
+        num_updates: Optimizer steps a rollout is cut into.
+        num_epochs: Passes over a rollout.
+        max_prompt_tokens: Longer prompts are left out and counted.
+        seed: Of prompt order and sampling.
+        probe_tolerance: Mean gap of log-probs between engine and learner on a fixed text, after each weight sync, from
+            which a warning is given [nats]. bf16 engines differ from a float32 learner by .02 to .05.
+        checkpoint: The model; set by the command line from ``model.checkpoint``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        train: PromptSource,
+        rewards: RewardCombination,
+        val: dict[str, PromptSource] | None = None,
+        template: PromptTemplate | None = None,
+        sampling: Sampling | None = None,
+        evaluation: Evaluation | None = None,
+        prompts_per_rollout: int = 32,
+        num_updates: int = 1,
+        num_epochs: int = 1,
+        max_prompt_tokens: int = 512,
+        seed: int = 0,
+        probe_tolerance: float = 0.2,
+        checkpoint: str = "",
+    ) -> None:
+        super().__init__()
+        self.engine, self.train, self.rewards, self.val = engine, train, rewards, val or {}
+        self.template, self.sampling = template or PromptTemplate(), sampling or Sampling()
+        self.evaluation = evaluation or Evaluation()
+        self.prompts_per_rollout, self.num_updates, self.num_epochs = prompts_per_rollout, num_updates, num_epochs
+        self.max_prompt_tokens, self.seed, self.probe_tolerance = max_prompt_tokens, seed, probe_tolerance
+        self.checkpoint = checkpoint
+        self.sampler = Sampler(engine, rewards, seed)
+        self.stream: PromptStream | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._held_out: dict[str, list[Prompt]] = {}
+        self._rollout: Rollout | None = None
+        self._update = 0
+        self._rollouts = 0
+        self._started = False
+        self._validate()
+
+    def _validate(self) -> None:
+        if self.sampling.temperature <= 0:
+            raise ConfigError(
+                f"`data.sampling.temperature` expected to be > 0, but got {self.sampling.temperature}: greedy "
+                "samples of a group are all equal and teach nothing. Evaluation draws its greedy answers by itself"
+            )
+        if self.sampling.completions < 2:
+            raise ConfigError(
+                f"`data.sampling.completions` expected to be >= 2, but got {self.sampling.completions}: an advantage "
+                "is a comparison within the group"
+            )
+        for name in ("prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`data.{name}` expected to be >= 1, but got {getattr(self, name)}")
+        if self.num_updates > self.prompts_per_rollout:
+            raise ConfigError(
+                f"`data.num_updates` expected at most `data.prompts_per_rollout` ({self.prompts_per_rollout}), but got "
+                f"{self.num_updates}: a group is never cut"
+            )
+
+    # ------------------------------------------------------------------ set-up and end
+
+    def setup(self, stage: str) -> None:
+        """Check what can be checked before any model is loaded."""
+        if self._tokenizer is not None:
+            return
+        if len(self.train) < self.prompts_per_rollout and stage == "fit":
+            raise ConfigError(
+                f"`data.prompts_per_rollout` expected at most the {len(self.train)} prompts of `data.train`, but got "
+                f"{self.prompts_per_rollout}"
+            )
+        tokenizer = load_tokenizer(self.checkpoint)
+        room = context_length(self.checkpoint)
+        needed = self.max_prompt_tokens + self.sampling.max_tokens
+        if needed > room:
+            raise ConfigError(
+                f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
+                f"but got {self.max_prompt_tokens} + {self.sampling.max_tokens}"
+            )
+        self.stream = PromptStream(self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed)
+        self._tokenizer = tokenizer
+
+    def teardown(self, stage: str) -> None:
+        """End the engine."""
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the engine on errors and on Ctrl-C too: no process outlives the run."""
+        self.close()
+
+    def close(self) -> None:
+        """End the engine; a later fit or validate starts it anew."""
+        self.engine.close()
+        self._started = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """All processes of the run."""
+        return Ranks(self.trainer.strategy)
+
+    def sync_weights(self) -> float:
+        """Give the engine the learner's weights if it holds others, and return how long that took [s]."""
+        started = time.perf_counter()
+        module = self.trainer.lightning_module
+        if not self._started:
+            stops = stop_token_ids(self.checkpoint)
+            self.engine.start(EngineModel(self.checkpoint, stops, self.max_prompt_tokens + self.sampling.max_tokens))
+            self._started = True
+        if self.engine.weight_version != module.global_step:
+            self.engine.load_weights(module.named_weights(), module.global_step)
+            self._probe()
+        return time.perf_counter() - started
+
+    def _probe(self) -> None:
+        """Compare engine and learner on a fixed text: weights that did not arrive show here, not in a bad curve."""
+        text = self.stream.probe_ids
+        learner, engine = self.trainer.lightning_module.score(text), self.engine.score(text)
+        gap = sum(abs(a - b) for a, b in zip(learner, engine, strict=True)) / max(len(learner), 1)
+        if not gap <= self.probe_tolerance:
+            rank_zero_warn(
+                f"engine and learner disagree after the weight sync of step {self.trainer.global_step}: mean log-prob "
+                f"gap {gap:.3f} nats on a fixed text, more than `data.probe_tolerance` ({self.probe_tolerance}). The "
+                "engine may not have taken the weights, or its precision is too low"
+            )
+
+    # ------------------------------------------------------------------ training
+
+    def train_dataloader(self) -> RolloutLoader:
+        """Return the stream of minibatches."""
+        rollouts_per_epoch = len(self.train) // self.prompts_per_rollout
+        return RolloutLoader(self._draw, rollouts_per_epoch * self.num_updates * self.num_epochs)
+
+    def _draw(self) -> Minibatch:
+        if self._rollout is None or self._update == len(self._rollout.updates):
+            self._rollout, self._update = self._new_rollout(), 0
+        self._update += 1
+        return Minibatch(self._rollout, self._update - 1)
+
+    def _new_rollout(self) -> Rollout:
+        memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
+        prompts = self.stream.take(self.prompts_per_rollout)[self.ranks.rank :: self.ranks.world_size]
+        groups = self.sampler.scored_groups(prompts, self.sampling)
+        batch = TokenBatch.from_groups(groups, self.sampling.temperature, list(self.rewards.rewards))
+        updates = plan_updates(batch, self.num_updates, self.num_epochs, seed=self.seed + self._rollouts)
+        self._rollouts += 1
+        rates = rollout_rates(groups, list(self.rewards.rewards))
+        seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
+        return Rollout(groups, batch, updates, rates, seconds, memory.take())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream stands, and the rollout in progress with what is left of it; plain types only."""
+        open_rollout = self._rollout is not None and self._update < len(self._rollout.updates)
+        return {
+            "stream": self.stream.state_dict(),
+            "rollouts": self._rollouts,
+            "update": self._update if open_rollout else 0,
+            "rollout": self._rollout.state_dict() if open_rollout else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.stream.load_state_dict(state["stream"])
+        self._rollouts, self._update = state["rollouts"], state["update"]
+        self._rollout = None
+        if state["rollout"] is not None:
+            names = list(self.rewards.rewards)
+            self._rollout = Rollout.from_state_dict(state["rollout"], self.sampling.temperature, names)
+
+    # ------------------------------------------------------------------ held-out prompts
+
+    def val_dataloader(self) -> list[EvaluationLoader]:
+        """Return one loader per held-out set."""
+        return [self._evaluation_loader(name, source) for name, source in self.val.items()]
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def _evaluation_loader(self, name: str, source: PromptSource) -> EvaluationLoader:
+        if name not in self._held_out:
+            prompts = [self.template.render(self._tokenizer, source[i]) for i in range(len(source))]
+            kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_prompt_tokens]
+            if len(kept) < len(prompts):
+                rank_zero_warn(
+                    f"data.val.{name}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than "
+                    f"data.max_prompt_tokens ({self.max_prompt_tokens}) and left out"
+                )
+            self._held_out[name] = kept
+        mine = self._held_out[name][self.ranks.rank :: self.ranks.world_size]
+        return EvaluationLoader(mine, partial(self._answer, name), self.evaluation.prompts_per_batch)
+
+    def _answer(self, name: str, prompts: Sequence[Prompt]) -> EvaluationBatch:
+        self.sync_weights()
+        asked = [(prompt, 0) for prompt in prompts]
+        k, temperature, length = self.evaluation.completions, self.evaluation.temperature, self.sampling.max_tokens
+        greedy = self.sampler.scored_groups(asked, Sampling(0.0, length, 1))
+        sampled = self.sampler.scored_groups(asked, Sampling(temperature, length, k)) if k else []
+        self.sampler.take_seconds()  # evaluation is no part of a step's time
+        return EvaluationBatch(name, greedy, sampled, k)

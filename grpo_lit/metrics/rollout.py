@@ -1,0 +1,45 @@
+"""What is logged of a rollout before anything is trained on it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from grpo_lit.metrics.rates import Rates
+from grpo_lit.rollout import Group
+
+
+def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str]) -> Rates:
+    """Return reward, length and exploration rates of scored groups.
+
+    Dropped samples (reward ``None``) do not count; a reward's own mean is over the samples it spoke on. Every name is
+    present whatever the groups hold, so that all ranks add the same ones.
+    """
+    rates = Rates()
+    samples = [(c, g.correct[i], g.rewards[i]) for g in groups for i, c in enumerate(g.completions)]
+    lengths = [(len(c.token_ids), correct) for c, correct, _ in samples]
+    rates.add("reward/total", _floats(reward for *_, reward in samples))
+    for name in reward_names:
+        rates.add(f"reward/{name}", _floats(score for g in groups for score in g.scores[name]))
+    rates.add("reward/correct", _floats(correct for _, correct, _ in samples))
+    rates.add("length/mean", _floats(length for length, _ in lengths))
+    rates.add("length/correct", _floats(length for length, correct in lengths if correct))
+    rates.add("length/incorrect", _floats(length for length, correct in lengths if correct is False))
+    rates.add("length/truncated", _floats(c.finish_reason == "length" for c, *_ in samples))
+    judged = [g for g in groups if any(flag is not None for flag in g.correct)]
+    rates.add("exploration/solve_all", _floats(all(g.correct) for g in judged))
+    rates.add("exploration/solve_none", _floats(not any(g.correct) for g in judged))
+    rates.add("exploration/zero_signal", _floats(_zero_signal(g) for g in groups))
+    rates.add(
+        "exploration/group_diversity",
+        _floats(len({c.text for c in g.completions}) / len(g.completions) for g in groups),
+    )
+    return rates
+
+
+def _zero_signal(group: Group) -> bool:
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return not rewards or max(rewards) == min(rewards)
+
+
+def _floats(values) -> torch.Tensor:
+    return torch.tensor([float(value) for value in values if value is not None])

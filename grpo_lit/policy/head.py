@@ -1,0 +1,130 @@
+"""The chunked head: log-prob and entropy of completion tokens from hidden states, never holding [T, V]."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_lit.shapes import TokenFloat, TokenInt
+
+#: Bytes of float32 logits held at a time. A chunk this size stays near the cache and keeps the matrix product busy.
+CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits are made of hidden states, temperature included.
+
+    Attributes:
+        weight: Rows of the output embedding.
+        bias: Added to the logits, or ``None``.
+        temperature: Logits are divided by it.
+        scale: Logits are multiplied by it before anything else (Cohere, Granite).
+        softcap: logits = softcap * tanh(logits / softcap) where given (Gemma 2).
+        entropy_gradient: Whether the entropy carries gradient; without, backward is cheaper.
+    """
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, "V"] | None = None
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    entropy_gradient: bool = False
+
+
+def logprobs_and_entropy(hidden: Float[Tensor, "T H"], targets: TokenInt, head: Head) -> tuple[TokenFloat, TokenFloat]:
+    """Return log p(target) and the entropy of the distribution at each position [nats], in float32.
+
+    z = softcap(scale (h W^T + b)) / temperature,   logp = z[target] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v
+
+    Chunk by chunk, recomputed in backward: peak memory is a chunk of logits, not [T, V].
+
+    Args:
+        hidden: Last hidden states at the positions that predict the targets.
+        targets: The tokens that were drawn.
+        head: The output layer.
+    """
+    return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, head)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits.div_(head.temperature)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Autograd of :func:`logprobs_and_entropy`; see there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        # Autocast would cast the weight again for every chunk: cast once, here, and switch it off below.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
+        bias_c = None if bias is None else bias.to(dtype)
+        logprobs, entropy, lse = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
+        with torch.autocast(device, enabled=False):
+            for chunk in _chunks(len(targets), len(weight)):
+                logits = _logits(hidden_c[chunk], weight_c, bias_c, head)
+                lse[chunk] = torch.logsumexp(logits, -1)
+                logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - lse[chunk]
+                probs = (logits - lse[chunk, None]).exp_()
+                entropy[chunk] = lse[chunk] - torch.einsum("tv,tv->t", probs, logits)
+        ctx.head, ctx.dtype, ctx.has_bias = head, dtype, bias is not None
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy, *([bias] if bias is not None else []))
+        if not head.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, entropy, *rest = ctx.saved_tensors
+        head, bias = ctx.head, rest[0] if ctx.has_bias else None
+        hidden_c, weight_c = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        bias_c = None if bias is None else bias.to(ctx.dtype)
+        grad_hidden = torch.empty_like(hidden_c)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for chunk in _chunks(len(targets), len(weight)):
+            logits = _logits(hidden_c[chunk], weight_c, bias_c, head)
+            log_p = logits - lse[chunk, None]
+            grad = log_p.exp()  # dlogp/dz = onehot - p;  dH/dz = -p (log p + H)
+            if head.entropy_gradient:
+                grad *= -grad_logprobs[chunk, None] - grad_entropy[chunk, None] * (log_p + entropy[chunk, None])
+            else:
+                grad *= -grad_logprobs[chunk, None]
+            grad.scatter_add_(1, targets[chunk, None], grad_logprobs[chunk, None])
+            if head.softcap is not None:
+                grad *= 1 - (logits * (head.temperature / head.softcap)) ** 2
+            grad = grad.mul_(head.scale / head.temperature).to(ctx.dtype)
+            grad_hidden[chunk] = grad @ weight_c
+            if grad_weight is not None:
+                _accumulate(grad_weight, grad, hidden_c[chunk])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return (
+            grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """Add grad^T hidden to ``total`` [V H] in float32."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.T, hidden)
+    else:
+        total += (grad.T @ hidden).float()
+
+
+def _chunks(tokens: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return [slice(start, start + size) for start in range(0, tokens, size)]

@@ -1,0 +1,157 @@
+"""The learner: gradients of the objective over token-budgeted micro-batches, and log-probs of whole batches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.metrics.rates import Rates
+from grpo_lit.objectives.objective import Objective
+from grpo_lit.objectives.reductions import Counts
+from grpo_lit.policy.packing import Pack, pack_rows, plan_micro_batches
+from grpo_lit.policy.policy import Policy
+from grpo_lit.ranks import Ranks
+from grpo_lit.shapes import SequenceInt, TokenFloat
+
+
+@dataclass(frozen=True)
+class GradientOutput:
+    """What one optimizer step's gradient was made of.
+
+    Attributes:
+        loss: Of the whole step, over all ranks.
+        rates: What to log; this rank's share.
+        micro_batches: Forward and backward passes of each rank; 0: nothing could move the weights.
+        tokens: Completion tokens of this rank that went through the policy.
+    """
+
+    loss: float
+    rates: Rates
+    micro_batches: int
+    tokens: int
+
+
+class Learner:
+    """Runs policies over batches, micro-batch by micro-batch.
+
+    Args:
+        objective: The recipe.
+        budget: Most input tokens of a micro-batch, padding included.
+        share_prefix: One copy of a prompt for its completions, where the architecture allows it.
+        ranks: Sums over processes.
+        device: Where the policies are.
+    """
+
+    def __init__(
+        self, objective: Objective, budget: int, share_prefix: bool, ranks: Ranks, device: torch.device
+    ) -> None:
+        self.objective, self.budget, self.share_prefix = objective, budget, share_prefix
+        self.ranks, self.device = ranks, device
+
+    def counts(self, batch: TokenBatch) -> Counts:
+        """Return what an optimizer step holds over all ranks."""
+        local = [len(batch.lengths), batch.tokens, len(torch.unique(batch.group))]
+        sequences, tokens, groups = self.ranks.sum(torch.tensor(local)).tolist()
+        return Counts(sequences=sequences, tokens=tokens, groups=groups)
+
+    @torch.no_grad()
+    def logprobs(self, policy: Policy, batch: TokenBatch, sequences: SequenceInt) -> TokenFloat:
+        """Return the log-prob of every token of the chosen sequences [T], 0 elsewhere; all ranks must call."""
+        result = torch.zeros_like(batch.sampler_logprobs)
+        for chosen, micro, pack in self._micro_batches(batch, sequences):
+            output = policy(pack.to(self.device), micro.token_ids.to(self.device), micro.temperature)
+            if chosen is not None:
+                result[batch.token_positions(chosen)] = output.logprobs.to(result.device)
+        return result
+
+    def gradient(
+        self,
+        policy: Policy,
+        batch: TokenBatch,
+        backward: Callable[[Tensor], None],
+        without_sync: Callable[[bool], AbstractContextManager],
+        reference: Policy | None = None,
+        old_policy: Policy | None = None,
+    ) -> GradientOutput:
+        """Accumulate the gradient of one optimizer step; all ranks must call.
+
+        Args:
+            policy: Being trained.
+            batch: This rank's sequences of the step, with advantages.
+            backward: Called with each micro-batch's loss.
+            without_sync: Called with whether another micro-batch follows; its context holds back the gradient
+                all-reduce until the last one.
+            reference: Scores each micro-batch where the objective pays a KL.
+            old_policy: Scores each micro-batch where the old log-probs are not in the batch.
+        """
+        batch = replace(batch, weights=self.objective.weights(batch, self.counts(batch)))
+        rates, loss, tokens = self._empty_rates(batch), torch.zeros((), dtype=torch.float64), 0
+        steps = list(self._micro_batches(batch, self.objective.contributes(batch).nonzero()[:, 0]))
+        for index, (chosen, micro, pack) in enumerate(steps):
+            micro, pack = micro.to(self.device), pack.to(self.device)
+            with torch.no_grad():
+                if reference is not None:
+                    micro = replace(
+                        micro, reference_logprobs=reference(pack, micro.token_ids, micro.temperature).logprobs
+                    )
+                if old_policy is not None:
+                    micro = replace(micro, old_logprobs=old_policy(pack, micro.token_ids, micro.temperature).logprobs)
+            with without_sync(index + 1 < len(steps)):
+                output = policy(pack, micro.token_ids, micro.temperature)
+                if chosen is None:  # another rank has more micro-batches: keep step with its collectives
+                    backward(output.logprobs.sum() * 0.0)
+                    continue
+                part = self.objective.loss(micro, output.logprobs, output.entropy)
+                # Gradients are averaged over ranks, while the weights already count all ranks' sequences.
+                backward(part.loss * self.ranks.world_size)
+            rates.merge(part.rates)
+            loss += part.loss.detach().double().cpu()
+            tokens += micro.tokens
+        return GradientOutput(float(self.ranks.sum(loss)), rates, len(steps), tokens)
+
+    def _micro_batches(
+        self, batch: TokenBatch, sequences: SequenceInt
+    ) -> Iterator[tuple[SequenceInt | None, TokenBatch, Pack]]:
+        """Yield as many micro-batches as the rank that needs most of them; ``None`` marks one that only keeps step."""
+        part = batch.select(sequences)
+        plan = plan_micro_batches(part, self.budget, self.share_prefix)
+        for rows in plan:
+            order = torch.tensor([i for row in rows for unit in row for i in unit.sequences], dtype=torch.long)
+            yield sequences[order], *pack_rows(part, rows)
+        for _ in range(int(self.ranks.max(torch.tensor(len(plan)))) - len(plan)):
+            yield None, *_idle_micro_batch(batch)
+
+    def _empty_rates(self, batch: TokenBatch) -> Rates:
+        """Return every name of the objective's rates without a value, so that idle ranks add the same ones."""
+        nothing = batch.select(torch.zeros(0, dtype=torch.long))
+        empty = nothing.sampler_logprobs
+        needed = empty if self.objective.needs_reference else None
+        nothing = replace(nothing, reference_logprobs=needed, advantages=nothing.rewards, weights=nothing.rewards)
+        return self.objective.loss(nothing, empty, empty).rates
+
+
+def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
+    """Return one prompt token and one completion token: the cheapest forward that touches every weight."""
+    one, token = torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    nothing = like.select(torch.zeros(0, dtype=torch.long))
+    micro = replace(
+        nothing,
+        prompt_ids=token,
+        prompt_lengths=one,
+        group=token,
+        token_ids=token,
+        lengths=one,
+        sampler_logprobs=torch.zeros(1),
+        rewards=torch.zeros(1),
+        scores=torch.zeros(1, nothing.scores.shape[1]),
+        domain=token,
+        weight_version=token,
+        advantages=torch.zeros(1),
+        weights=torch.zeros(1),
+        old_logprobs=None,
+        reference_logprobs=None,
+    )
+    return pack_rows(micro, plan_micro_batches(micro, 2, share_prefix=False)[0])

@@ -1,0 +1,90 @@
+"""The policy: a causal language model that answers with log-prob and entropy of completion tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.policy.head import Head, logprobs_and_entropy
+from grpo_lit.policy.packing import Pack
+from grpo_lit.shapes import TokenFloat, TokenInt
+
+#: Attention that an arbitrary [query, key] mask cannot express, or state that runs along the row.
+_UNMASKABLE = ("linear_attention", "sliding_attention", "chunked_attention", "mamba", "recurrent", "conv")
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What the policy says of the completion tokens of a micro-batch.
+
+    Attributes:
+        logprobs: log p(token | before) at the sampling temperature [nats].
+        entropy: Entropy of the distribution each token was drawn from [nats].
+    """
+
+    logprobs: TokenFloat
+    entropy: TokenFloat
+
+
+class Policy(nn.Module):
+    """Wraps a Hugging Face causal language model; one call is one micro-batch.
+
+    Args:
+        model: The model, without dropout (two forward passes must agree).
+        entropy_gradient: Whether the entropy carries gradient, for an entropy bonus.
+    """
+
+    def __init__(self, model: PreTrainedModel, entropy_gradient: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.entropy_gradient = entropy_gradient
+
+    def forward(self, pack: Pack, targets: TokenInt, temperature: float) -> PolicyOutput:
+        """Return log-prob and entropy of the target tokens, which follow ``pack.predictor``."""
+        hidden = self.model.base_model(
+            input_ids=pack.input_ids,
+            attention_mask=pack.attention_mask(),
+            position_ids=pack.position_ids,
+            use_cache=False,
+        ).last_hidden_state
+        hidden = hidden.flatten(0, 1)[pack.predictor]
+        output = self.model.get_output_embeddings()
+        config = self.model.config.get_text_config()
+        head = Head(
+            weight=output.weight,
+            bias=getattr(output, "bias", None),
+            temperature=temperature,
+            scale=_logit_scale(config),
+            softcap=getattr(config, "final_logit_softcapping", None),
+            entropy_gradient=self.entropy_gradient and torch.is_grad_enabled(),
+        )
+        logprobs, entropy = logprobs_and_entropy(hidden, targets, head)
+        return PolicyOutput(logprobs, entropy)
+
+    def answer(self, micro: TokenBatch, pack: Pack) -> PolicyOutput:
+        """Run the model on a micro-batch, on the model's device."""
+        device = next(self.parameters()).device
+        return self(pack.to(device), micro.token_ids.to(device), micro.temperature)
+
+
+def _logit_scale(config: PretrainedConfig) -> float:
+    if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
+        return float(config.logit_scale)
+    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+
+
+def can_share_prefix(model: PreTrainedModel) -> bool:
+    """Return whether completions may share one copy of their prompt.
+
+    That takes attention that obeys an arbitrary mask: SDPA, and full attention in every layer. Sliding windows, linear
+    attention and recurrent layers get plain rows, one sequence each.
+    """
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ["full_attention"]
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    plain = all(not any(kind in layer for kind in _UNMASKABLE) for layer in layers)
+    if getattr(config, "layer_types", None):
+        windowed = False  # the layer list is the truth where there is one
+    return bool(config._attn_implementation == "sdpa" and plain and not windowed and not model._is_stateful)

@@ -1,0 +1,155 @@
+"""TransformersEngine: sampling with transformers alone, for machines without vLLM."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_lit.errors import EngineError
+from grpo_lit.policy.checkpoint import load_model, load_tokenizer
+from grpo_lit.rollout import Completion, Request, Sampling
+from grpo_lit.rollouts.engine import Engine, EngineModel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TransformersEngine(Engine):
+    """Samples with a copy of the model in this process. Always there; slower than vLLM.
+
+    Requests are sampled in batches with a key-value cache, left-padded; a finished row leaves the batch. Each request
+    has a random stream of its own, so that what it draws does not depend on its neighbours.
+
+    Args:
+        batch_size: Requests sampled at a time.
+        dtype: Of the engine's copy of the weights.
+        device: Where it lives; ``auto``: CUDA where there is one.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str = "auto",
+    ) -> None:
+        self.batch_size, self.dtype, self.device = batch_size, dtype, device
+        self._model: PreTrainedModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stops: tuple[int, ...] = ()
+
+    def start(self, model: EngineModel) -> None:
+        """Load the model."""
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        self._model = load_model(model.path, dtype=_DTYPES[self.dtype]).eval().to(device)
+        self._tokenizer, self._stops = load_tokenizer(model.path), model.stop_token_ids
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy every weight in place; nothing is cached between calls of ``generate``."""
+        own = self._loaded.state_dict()
+        missing = set(own)
+        for name, tensor in weights:
+            if name not in own:
+                raise EngineError(f"`weights` expected names of {type(self._model).__name__}, but got {name!r}")
+            own[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise EngineError(
+                f"`weights` expected every weight, but {len(missing)} are missing, {min(missing)!r} among them"
+            )
+        self.weight_version = version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Draw one completion per request, in order; see :class:`Engine`."""
+        # Prompts of one length together: less padding, and the result does not depend on the order.
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        completions: dict[int, Completion] = {}
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            drawn = self._draw([requests[i] for i in chosen], sampling)
+            completions |= dict(zip(chosen, drawn, strict=True))
+        return [completions[i] for i in range(len(requests))]
+
+    @torch.inference_mode()
+    def _draw(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        model, rows = self._loaded, list(range(len(requests)))
+        tokens: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests])
+        step_ids, mask = _left_padded([request.prompt_ids for request in requests], model.device)
+        positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
+        for step in range(sampling.max_tokens):
+            logits = model(
+                input_ids=step_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            ).logits[:, -1]
+            drawn, drawn_logprobs = _draw_tokens(logits.float(), sampling.temperature, uniforms[rows, step])
+            for row, token, logprob in zip(rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
+                tokens[row].append(token)
+                logprobs[row].append(logprob)
+            going = [i for i, row in enumerate(rows) if tokens[row][-1] not in self._stops]
+            if not going:
+                break
+            step_ids, positions = drawn[:, None], positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+            if len(going) < len(rows):
+                keep = torch.tensor(going, device=model.device)
+                cache.batch_select_indices(keep)
+                step_ids, positions, mask, rows = step_ids[keep], positions[keep], mask[keep], [rows[i] for i in going]
+        return [self._completion(t, p) for t, p in zip(tokens, logprobs, strict=True)]
+
+    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        reason = "stop" if tokens and tokens[-1] in self._stops else "length"
+        return Completion(tuple(tokens), tuple(logprobs), text, reason, self.weight_version or 0)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats]."""
+        ids = torch.tensor([list(token_ids)], device=self._loaded.device)
+        logprobs = self._loaded(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+    def close(self) -> None:
+        """Free the model."""
+        self._model, self.weight_version = None, None
+
+    @property
+    def _loaded(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError("the engine expected `start` before anything else, but it is not started")
+        return self._model
+
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "R L"], Int[Tensor, "R L"]]:
+    """Return token ids padded at the left, and the attention mask made of lengths, never of token values."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _uniforms(seed: int, count: int) -> Float[Tensor, "t"]:
+    """Return the numbers in [0, 1) that decide a request's tokens: its own, whatever else is in the batch."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _draw_tokens(
+    logits: Float[Tensor, "R V"], temperature: float, uniforms: Float[Tensor, "R"]
+) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+    """Return a token per row and its log-prob: by inverse cumulative distribution, or the best at temperature 0."""
+    if temperature == 0:
+        best = logits.argmax(-1)
+        return best, torch.zeros(len(best), device=logits.device)
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    # Rounding may leave the total a hair off 1: scale to it, so that no number points past the last token.
+    points = uniforms.to(logits.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]

@@ -1,0 +1,122 @@
+"""The policy's log-probs are those of each sequence alone, whatever it was packed with, for every architecture."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.policy.packing import pack_rows, plan_micro_batches
+from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.rollout import Completion, Group, Prompt
+
+VOCABULARY = 50
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES = {
+    "llama": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON | {"head_dim": 8},
+    "gemma2": COMMON | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gemma": COMMON | {"head_dim": 8},
+    "phi": {**COMMON, "num_key_value_heads": 4},
+    "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": COMMON | {"sliding_window": 5},
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+}
+SHARES = {"llama", "qwen2", "qwen3", "gemma", "phi", "mixtral", "gpt2"}
+
+
+def tiny_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **ARCHITECTURES[name])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():  # the default initialisation is too small to tell positions apart
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def ragged_batch(temperature: float = 1.0) -> TokenBatch:
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, VOCABULARY, (count,), generator=generator).tolist())
+
+    groups = []
+    for n, (prompt, lengths) in enumerate([(5, [4, 9, 1, 0]), (2, [3, 3]), (7, [12, 2, 6]), (1, [5])]):
+        samples = tuple(Completion(tokens(k), (-1.0,) * k, "", "stop", 0) for k in lengths)
+        groups.append(Group(Prompt(str(n), "", token_ids=tokens(prompt)), 0, samples, rewards=[1.0] * len(lengths)))
+    return TokenBatch.from_groups(groups, temperature)
+
+
+def alone(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Log-probs of each sequence by itself, from full logits: the plainest way there is."""
+    prompts, completions = (
+        batch.prompt_ids.split(batch.prompt_lengths.tolist()),
+        batch.token_ids.split(batch.lengths.tolist()),
+    )
+    result = []
+    for group, completion in zip(batch.group.tolist(), completions, strict=True):
+        ids = torch.cat([prompts[group], completion])
+        log_p = (model(ids[None]).logits[0].float() / batch.temperature).log_softmax(-1)
+        result.append(log_p[len(prompts[group]) - 1 : -1].gather(1, completion[:, None])[:, 0])
+    return torch.cat(result)
+
+
+def packed(model: PreTrainedModel, batch: TokenBatch, budget: int, share: bool) -> Tensor:
+    """The same through packs, put back into batch order."""
+    policy, result = Policy(model), torch.zeros(batch.tokens)
+    for rows in plan_micro_batches(batch, budget, share):
+        chosen = torch.tensor([i for row in rows for unit in row for i in unit.sequences])
+        micro, pack = pack_rows(batch, rows)
+        logprobs = policy(pack, micro.token_ids, micro.temperature).logprobs
+        result = result.index_put((batch.token_positions(chosen),), logprobs)
+    return result
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prefix_sharing_is_chosen_by_what_the_architecture_can_do(name: str) -> None:
+    assert can_share_prefix(tiny_model(name)) == (name in SHARES)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 60, 1000])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packs_give_the_log_probs_and_gradients_of_each_sequence_alone(name: str, budget: int) -> None:
+    model, batch = tiny_model(name), ragged_batch(temperature=0.7)
+    weights = torch.randn(batch.tokens)
+    expected = alone(model, batch)
+    gradients = torch.autograd.grad((expected * weights).sum(), list(model.parameters()), allow_unused=True)
+    for share in {can_share_prefix(model), False}:
+        got = packed(model, batch, budget, share)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        ours = torch.autograd.grad((got * weights).sum(), list(model.parameters()), allow_unused=True)
+        for a, b in zip(ours, gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_order_of_sequences_changes_nothing() -> None:
+    model, batch = tiny_model("llama"), ragged_batch()
+    order = torch.randperm(len(batch.lengths), generator=torch.Generator().manual_seed(3))
+    shuffled = packed(model, batch.select(order), 30, True)
+    torch.testing.assert_close(
+        shuffled, packed(model, batch, 30, True)[batch.token_positions(order)], rtol=1e-5, atol=1e-5
+    )
