@@ -52,18 +52,19 @@ class GroupAdvantage(Advantage):
 
     Args:
         scale: ``group_std`` divides by the group's, ``batch_std`` by that of all centred rewards, ``none`` by nothing.
-        baseline: ``group_mean``, or ``leave_one_out``, which is n / (n - 1) times the former and unbiased.
+        leave_one_out: Take the mean of the other members as baseline: n / (n - 1) times the difference to the group's
+            mean, and unbiased.
     """
 
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    leave_one_out: bool = False
 
     def __call__(self, batch: TokenBatch, sum_ranks: SumRanks) -> SequenceFloat:
         """Return the advantages; see the class."""
         rewards, group, groups = batch.rewards.double(), batch.group, len(batch.prompt_lengths)
         count = group_sum(torch.ones_like(rewards), group, groups)
         centred, std = _centre(rewards, group, groups)
-        if self.baseline == "leave_one_out":
+        if self.leave_one_out:
             centred = centred * (count / (count - 1).clamp(min=1))[group]
         if self.scale == "group_std":
             centred = centred / (std[group] + STD_EPS)

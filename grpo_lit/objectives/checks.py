@@ -37,7 +37,7 @@ def _tokens_of_one_value(objective: "Objective") -> None:
     if objective.selection is not None and objective.surrogate.level == "sequence":
         raise ConfigError(
             f"`selection` {_name(objective.selection)} expected a surrogate whose tokens have gradients of their own, "
-            f"but got {_name(objective.surrogate)}, which has one value per sequence: use SequenceTokenClip or TokenClip"
+            f"but got {_name(objective.surrogate)}, which has one value per sequence: use SequenceTokenClip, say"
         )
 
 
