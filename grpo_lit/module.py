@@ -149,10 +149,6 @@ class GRPOModule(LightningModule):
             "lr_scheduler": {"scheduler": self._make_scheduler(optimizer), "interval": "step"},
         }
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave a batch where it is: micro-batches move one by one."""
-        return batch
-
     @property
     def learner(self) -> Learner:
         """Runs policies over batches on this rank."""
@@ -195,18 +191,17 @@ class GRPOModule(LightningModule):
         self._log(values)
 
     def _begin(self, rollout: Rollout) -> None:
-        """Fill in what the updates on a rollout need of the weights that sampled it."""
-        batch = rollout.batch
-        batch = replace(batch, advantages=self.objective.advantages(batch, self.ranks.sum))
+        """Fill in what the updates on a rollout need of the weights before the first of them."""
+        # Only `logprobs` scores old log-probs here; the other sources have theirs without a forward.
+        scored = self.old_policy_source == "logprobs"
+        plan = rollout.plan if scored else replace(rollout.plan, num_updates=1, num_epochs=1)
+        batch, updates = self.learner.prepare(rollout.batch, plan, self.policy, self.reference)
         if self.old_policy_source == "sampler":
             batch = replace(batch, old_logprobs=batch.sampler_logprobs)
         elif self.old_policy_source == "weights":
             self.old_policy.load_state_dict(self.policy.state_dict())
-        elif len(rollout.updates) > 1:
-            later = torch.cat(rollout.updates[1:]).unique()
-            later = later[self.objective.contributes(batch)[later]]
-            batch = replace(batch, old_logprobs=self.learner.logprobs(self.policy, batch, later))
         rollout.batch = batch
+        rollout.updates = updates if scored else rollout.plan.sequences(batch)
 
     def _without_sync(self, more_follow: bool) -> AbstractContextManager:
         strategy = self.trainer.strategy
@@ -260,7 +255,7 @@ class GRPOModule(LightningModule):
         rest = tuple(token_ids[1:])
         probe = Completion(rest, (0.0,) * len(rest), text="", finish_reason="stop", weight_version=self.global_step)
         batch = TokenBatch.from_groups([Group(prompt, 0, (probe,), rewards=[0.0])], temperature=1.0)
-        return self.learner.logprobs(self.policy, batch, torch.arange(1)).tolist()
+        return self.learner.evaluate(self.policy, batch).logprobs.tolist()
 
     # ------------------------------------------------------------------ evaluation
 
@@ -301,10 +296,10 @@ class GRPOModule(LightningModule):
         staleness = (self.global_step - batch.weight_version).double()
         rates.add("system/staleness_mean", staleness)
         rates.maximum("system/staleness_max", staleness)
-        rates.add("_advantage_squared", batch.advantages.double() ** 2)
+        rates.add("_advantage_squared", batch.advantages.double() ** 2)  # their mean is 0 by construction
         values = rates.compute(self.ranks.sum, self.ranks.max)
         values["optimization/advantage_std"] = values["_advantage_squared"] ** 0.5
-        return values | self.objective.derived(values)
+        return self.objective.derived(values)
 
     def _rollout_values(self, rollout: Rollout) -> dict[str, float]:
         """Return what is logged once per rollout."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from grpo_lit.ranks import Ranks
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Prompt, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
-from grpo_lit.rollouts.minibatch import Minibatch, Rollout, plan_updates
+from grpo_lit.rollouts.minibatch import Minibatch, Rollout, UpdatePlan
 from grpo_lit.rollouts.sampler import Sampler
 
 
@@ -176,7 +177,7 @@ class RolloutDataModule(LightningDataModule):
         return RolloutLoader(self._draw, rollouts_per_epoch * self.num_updates * self.num_epochs)
 
     def _draw(self) -> Minibatch:
-        if self._rollout is None or self._update == len(self._rollout.updates):
+        if self._rollout is None or self._update == self._rollout.plan.steps:
             self._rollout, self._update = self._new_rollout(), 0
         self._update += 1
         return Minibatch(self._rollout, self._update - 1)
@@ -186,15 +187,15 @@ class RolloutDataModule(LightningDataModule):
         prompts = self.stream.take(self.prompts_per_rollout)[self.ranks.rank :: self.ranks.world_size]
         groups = self.sampler.scored_groups(prompts, self.sampling)
         batch = TokenBatch.from_groups(groups, self.sampling.temperature, list(self.rewards.rewards))
-        updates = plan_updates(batch, self.num_updates, self.num_epochs, seed=self.seed + self._rollouts)
+        plan = UpdatePlan(self.num_updates, self.num_epochs, seed=self.seed + self._rollouts)
         self._rollouts += 1
         rates = rollout_rates(groups, list(self.rewards.rewards))
         seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
-        return Rollout(groups, batch, updates, rates, seconds, memory.take())
+        return Rollout(groups, batch, plan, rates=rates, seconds=seconds, memory=memory.take())
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands, and the rollout in progress with what is left of it; plain types only."""
-        open_rollout = self._rollout is not None and self._update < len(self._rollout.updates)
+        open_rollout = self._rollout is not None and self._update < self._rollout.plan.steps
         return {
             "stream": self.stream.state_dict(),
             "rollouts": self._rollouts,
@@ -208,8 +209,11 @@ class RolloutDataModule(LightningDataModule):
         self._rollouts, self._update = state["rollouts"], state["update"]
         self._rollout = None
         if state["rollout"] is not None:
-            names = list(self.rewards.rewards)
-            self._rollout = Rollout.from_state_dict(state["rollout"], self.sampling.temperature, names)
+            self._rollout = Rollout.from_state_dict(state["rollout"])
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave a batch where it is: the learner moves micro-batches one by one."""
+        return batch
 
     # ------------------------------------------------------------------ held-out prompts
 

@@ -12,9 +12,10 @@ from grpo_lit.metrics.rates import Rates
 from grpo_lit.objectives.objective import Objective
 from grpo_lit.objectives.reductions import Counts
 from grpo_lit.policy.packing import Pack, pack_rows, plan_micro_batches
-from grpo_lit.policy.policy import Policy
+from grpo_lit.policy.policy import Policy, PolicyOutput
 from grpo_lit.ranks import Ranks
-from grpo_lit.shapes import SequenceInt, TokenFloat
+from grpo_lit.rollouts.minibatch import UpdatePlan
+from grpo_lit.shapes import SequenceInt
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,51 @@ class Learner:
         return Counts(sequences=sequences, tokens=tokens, groups=groups)
 
     @torch.no_grad()
-    def logprobs(self, policy: Policy, batch: TokenBatch, sequences: SequenceInt) -> TokenFloat:
-        """Return the log-prob of every token of the chosen sequences [T], 0 elsewhere; all ranks must call."""
-        result = torch.zeros_like(batch.sampler_logprobs)
+    def evaluate(self, policy: Policy, batch: TokenBatch, sequences: SequenceInt | None = None) -> PolicyOutput:
+        """Return what a policy says of every token of the chosen sequences [T], 0 elsewhere; all ranks must call.
+
+        Args:
+            policy: Any of them.
+            batch: This rank's sequences.
+            sequences: Which of them; ``None``: all.
+        """
+        sequences = torch.arange(len(batch.lengths)) if sequences is None else sequences
+        logprobs, entropy = (torch.zeros_like(batch.sampler_logprobs) for _ in range(2))
         for chosen, micro, pack in self._micro_batches(batch, sequences):
             output = policy(pack.to(self.device), micro.token_ids.to(self.device), micro.temperature)
             if chosen is not None:
-                result[batch.token_positions(chosen)] = output.logprobs.to(result.device)
-        return result
+                positions = batch.token_positions(chosen)
+                logprobs[positions], entropy[positions] = output.logprobs.cpu(), output.entropy.cpu()
+        return PolicyOutput(logprobs, entropy)
+
+    def prepare(
+        self, batch: TokenBatch, plan: UpdatePlan, policy: Policy, reference: Policy | None
+    ) -> tuple[TokenBatch, list[SequenceInt]]:
+        """Return a fresh rollout with advantages, filters and old log-probs, and the sequences of each update.
+
+        Old log-probs are scored for the sequences that a later update trains on; on the first one the policy is its
+        own old policy, and no forward is spent. All ranks must call.
+
+        Args:
+            batch: As drawn.
+            plan: The optimizer steps that will be made on it.
+            policy: The weights before the first of them.
+            reference: For a KL that is paid in the reward.
+        """
+        objective = self.objective
+        if objective.needs_reference_before_advantages:
+            batch = replace(batch, reference_logprobs=self.evaluate(reference, batch).logprobs)
+        batch = replace(batch, advantages=objective.advantages(batch, self.ranks.sum))
+        batch = objective.filtered(batch)
+        updates = plan.sequences(batch)
+        if objective.needs_old_entropy:
+            old = self.evaluate(policy, batch)
+            return replace(batch, old_logprobs=old.logprobs, old_entropy=old.entropy), updates
+        if plan.steps > 1:
+            later = torch.cat(updates[1:]).unique()
+            later = later[objective.contributes(batch)[later]]
+            batch = replace(batch, old_logprobs=self.evaluate(policy, batch, later).logprobs)
+        return batch, updates
 
     def gradient(
         self,
@@ -87,13 +125,14 @@ class Learner:
             reference: Scores each micro-batch where the objective pays a KL.
             old_policy: Scores each micro-batch where the old log-probs are not in the batch.
         """
+        batch = replace(batch, selected=self.objective.selected(batch, self.ranks.sum))
         batch = replace(batch, weights=self.objective.weights(batch, self.counts(batch)))
         rates, loss, tokens = self._empty_rates(batch), torch.zeros((), dtype=torch.float64), 0
         steps = list(self._micro_batches(batch, self.objective.contributes(batch).nonzero()[:, 0]))
         for index, (chosen, micro, pack) in enumerate(steps):
             micro, pack = micro.to(self.device), pack.to(self.device)
             with torch.no_grad():
-                if reference is not None:
+                if reference is not None and micro.reference_logprobs is None:
                     micro = replace(
                         micro, reference_logprobs=reference(pack, micro.token_ids, micro.temperature).logprobs
                     )
@@ -128,8 +167,7 @@ class Learner:
         """Return every name of the objective's rates without a value, so that idle ranks add the same ones."""
         nothing = batch.select(torch.zeros(0, dtype=torch.long))
         empty = nothing.sampler_logprobs
-        needed = empty if self.objective.needs_reference else None
-        nothing = replace(nothing, reference_logprobs=needed, advantages=nothing.rewards, weights=nothing.rewards)
+        nothing = replace(nothing, reference_logprobs=empty, advantages=nothing.rewards, weights=nothing.rewards)
         return self.objective.loss(nothing, empty, empty).rates
 
 
@@ -153,5 +191,8 @@ def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
         weights=torch.zeros(1),
         old_logprobs=None,
         reference_logprobs=None,
+        old_entropy=None,
+        selected=None,
+        truncated=None,
     )
     return pack_rows(micro, plan_micro_batches(micro, 2, share_prefix=False)[0])
