@@ -1,5 +1,6 @@
 """The prompt source ABC: an ordered, finite set of prompts."""
 
+import hashlib
 from abc import ABC, abstractmethod
 
 from grpo_lit.rollout import Prompt
@@ -14,4 +15,22 @@ class PromptSource(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Prompt:
-        """Return prompt ``index``: always the same one, with an id that is unique in this source."""
+        """Return prompt ``index``: always the same one, with an id that is unique in this source.
+
+        Raises:
+            IndexError: Where ``index`` is not in ``range(len(self))``, which also ends a ``for`` loop over the source.
+        """
+
+
+def is_heldout(question: str, fraction: float) -> bool:
+    """Tell whether a question belongs to the held-out split.
+
+    The text alone decides (``blake2b(question) < fraction``), so the two splits share no question whatever the
+    seeds, sizes, order or duplicates of the data. Both splits must be cut with the same fraction.
+
+    Args:
+        question: The question's exact text.
+        fraction: Share of all questions that is held out, from 0 to 1.
+    """
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64

@@ -1,0 +1,155 @@
+"""The endless, reproducible order in which prompts are asked."""
+
+import hashlib
+import random
+from functools import cached_property
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lit.data.source import PromptSource
+from grpo_lit.data.template import PromptTemplate
+from grpo_lit.errors import ConfigError
+from grpo_lit.rollout import Prompt
+
+
+class PromptStream:
+    """Passes over a source without end, each in an order of its own.
+
+    The order depends on the seed and the epoch and on nothing else, so every rank sees the same one and takes its
+    share of what :meth:`take` returns. Prompts that are too long are left out, never cut.
+
+    Args:
+        source: The prompts.
+        template: How a question becomes tokens.
+        tokenizer: Of the policy.
+        max_prompt_tokens: Longer prompts are left out.
+        seed: Of the order.
+
+    Attributes:
+        epoch: Which pass over the source the next prompt belongs to, unless the pass is over.
+        dropped_long: Prompts left out so far as too long, in all epochs.
+
+    Raises:
+        ConfigError: For an empty source, or a tokenizer that the template cannot be used with.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        template: PromptTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        seed: int = 0,
+    ) -> None:
+        if not len(source):
+            raise ConfigError("`data.train` expected at least one prompt, but got an empty source")
+        template.check(tokenizer)
+        self.source, self.template, self.tokenizer = source, template, tokenizer
+        self.max_prompt_tokens, self.seed = max_prompt_tokens, seed
+        self.epoch = 0
+        self.dropped_long = 0
+        self._position = 0
+        self._dropped_in_epoch = 0
+        self._order = self._permutation()
+
+    def __iter__(self) -> "PromptStream":
+        """Return itself: the stream has one position, which :meth:`state_dict` holds."""
+        return self
+
+    def __next__(self) -> tuple[Prompt, int]:
+        """Return the next prompt, rendered, and the epoch it is asked in.
+
+        Raises:
+            ConfigError: Where a whole epoch holds no prompt that is short enough.
+        """
+        while True:
+            if self._position == len(self._order):
+                self._end_epoch()
+            index = self._order[self._position]
+            self._position += 1
+            prompt = self.template.render(self.tokenizer, self.source[index])
+            if len(prompt.token_ids) <= self.max_prompt_tokens:
+                return prompt, self.epoch
+            self.dropped_long += 1
+            self._dropped_in_epoch += 1
+
+    def take(self, n: int) -> list[tuple[Prompt, int]]:
+        """Return the next n prompts, each with its epoch.
+
+        Raises:
+            ConfigError: Where n exceeds the source, so that one step would see a prompt twice, or where one epoch
+                holds two prompts of the same id, which would draw the same samples.
+        """
+        if n > len(self.source):
+            raise ConfigError(
+                f"`data.prompts_per_rollout` expected at most the {len(self.source)} prompts of the source, but got {n}"
+            )
+        taken = [next(self) for _ in range(n)]
+        seen: set[tuple[str, int]] = set()
+        for prompt, epoch in taken:
+            if (prompt.id, epoch) in seen:
+                raise ConfigError(
+                    f"`data.train` expected prompts with ids of their own, but got {prompt.id!r} twice in epoch "
+                    f"{epoch}: sampling seeds derive from the id, so both would get the same completions"
+                )
+            seen.add((prompt.id, epoch))
+        return taken
+
+    @cached_property
+    def probe_ids(self) -> tuple[int, ...]:
+        """Tokens of the source's first prompt: a fixed text to compare two models on."""
+        return self.template.render(self.tokenizer, self.source[0]).token_ids[: self.max_prompt_tokens]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream stands and what it runs over, in plain types."""
+        return {
+            "epoch": self.epoch,
+            "position": self._position,
+            "dropped_long": self.dropped_long,
+            "dropped_in_epoch": self._dropped_in_epoch,
+            "seed": self.seed,
+            "size": len(self.source),
+            "first_id": self.source[0].id,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            ConfigError: Where the state is of another seed or source: its position means nothing here, and going on
+                would silently ask some prompts twice and others never.
+        """
+        here = self.state_dict()
+        for key, name in (("seed", "data.seed"), ("size", "data.train"), ("first_id", "data.train")):
+            if state[key] != here[key]:
+                raise ConfigError(
+                    f"`{name}` expected what the checkpoint was trained with ({key} {state[key]!r}), but got {key} "
+                    f"{here[key]!r}: resume with the same prompts and seed, or start a new run from exported weights"
+                )
+        self.epoch, self._position = state["epoch"], state["position"]
+        self.dropped_long, self._dropped_in_epoch = state["dropped_long"], state["dropped_in_epoch"]
+        self._order = self._permutation()
+
+    def _end_epoch(self) -> None:
+        """Report what was left out of this epoch, and begin the next."""
+        size = len(self._order)
+        if self._dropped_in_epoch:
+            report = (
+                f"{self._dropped_in_epoch} of the {size} prompts of epoch {self.epoch} are longer than "
+                f"`data.max_prompt_tokens` ({self.max_prompt_tokens})"
+            )
+            if self._dropped_in_epoch == size:
+                raise ConfigError(f"{report}: none is left to train on, raise it")
+            rank_zero_warn(f"{report} and were left out")
+        self.epoch += 1
+        self._position = self._dropped_in_epoch = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        """Return the order of this epoch: a uniform permutation, the same on every machine."""
+        digest = hashlib.blake2b(f"{self.seed}\x1f{self.epoch}".encode(), digest_size=8).digest()
+        order = list(range(len(self.source)))
+        random.Random(int.from_bytes(digest, "big")).shuffle(order)
+        return order

@@ -1,0 +1,131 @@
+"""Several named rewards, their weighted sum, and the flag that says which completions are correct."""
+
+import difflib
+import inspect
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from grpo_lit.errors import ConfigError, RewardError
+from grpo_lit.rewards.reward import Reward
+from grpo_lit.rollout import Group
+
+
+@dataclass
+class WeightedReward:
+    """A reward and what it counts for.
+
+    Args:
+        reward: Who scores.
+        weight: Factor in the sum; 0 logs it only, a negative one punishes.
+
+    Raises:
+        ConfigError: For a weight that is not finite.
+    """
+
+    reward: Reward
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a weight that would make every sum NaN."""
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"`weight` expected a finite number, but got {self.weight}")
+
+
+class RewardCombination:
+    """The total reward ``sum_k weight_k * score_k`` over the rewards that did not abstain, and the correct flag.
+
+    A sample on which every reward abstains gets the total ``None`` and is left out of the step as if never drawn.
+
+    Args:
+        rewards: Rewards by the name they are logged under.
+        correct: Which of them says that a completion is correct; the first by default.
+        correct_at: Its score from which on a completion is correct.
+
+    Raises:
+        ConfigError: Without rewards, or for a ``correct`` that is none of them.
+    """
+
+    def __init__(self, rewards: dict[str, WeightedReward], correct: str | None = None, correct_at: float = 1.0) -> None:
+        if not rewards:
+            raise ConfigError("`rewards` expected at least one reward, but got none: nothing could be learnt")
+        if correct is not None and correct not in rewards:
+            close = difflib.get_close_matches(correct, rewards, n=1) or list(rewards)
+            raise ConfigError(
+                f"`correct` expected the name of a reward, but got {correct!r}: set it to {' or '.join(close)}"
+            )
+        self.rewards = rewards
+        self.correct = correct or next(iter(rewards))
+        self.correct_at = correct_at
+
+    def score(self, group: Group) -> None:
+        """Fill ``group.scores``, ``group.rewards`` and ``group.correct``.
+
+        Raises:
+            RewardError: Where a reward fails or returns anything but one finite number or ``None`` per completion.
+        """
+        scores = {name: checked_scores(name, part.reward, group) for name, part in self.rewards.items()}
+        group.scores = scores
+        group.rewards = [
+            self._total({name: column[i] for name, column in scores.items()}) for i in range(len(group.completions))
+        ]
+        group.correct = [None if s is None else s >= self.correct_at for s in scores[self.correct]]
+
+    def _total(self, scores: dict[str, float | None]) -> float | None:
+        parts = [self.rewards[name].weight * score for name, score in scores.items() if score is not None]
+        return sum(parts) if parts else None
+
+
+def checked_scores(name: str, reward: Reward, group: Group) -> list[float | None]:
+    """Return what a reward says of a group, as plain floats.
+
+    Args:
+        name: What to call the reward in errors.
+        reward: Who scores.
+        group: The completions; G of them.
+
+    Returns:
+        G scores, ``None`` where the reward abstained.
+
+    Raises:
+        RewardError: Where the reward fails or returns anything but G finite numbers or ``None``.
+    """
+    where = f"reward {name!r} ({type(reward).__name__}) on prompt {group.prompt.id!r}"
+    try:
+        scores: Any = reward(group.prompt, group.completions)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if inspect.iscoroutine(scores):
+        scores.close()
+        raise RewardError(f"{where} expected scores, but got a coroutine: make its `__call__` a plain `def`")
+    if not isinstance(scores, (list, tuple, np.ndarray, Tensor)) or getattr(scores, "ndim", 1) == 0:
+        raise RewardError(f"{where} expected a list of scores, but got {type(scores).__name__} {scores!r:.80}")
+    if len(scores) != len(group.completions):
+        raise RewardError(
+            f"{where} expected one score per completion ({len(group.completions)}), but got {len(scores)}: return None "
+            "for a completion it cannot judge"
+        )
+    return [_number(score, f"{where}, sample {i}") for i, score in enumerate(scores)]
+
+
+def _number(score: Any, where: str) -> float | None:
+    """Return a Python float for any real number, whoever's type it is."""
+    if score is None:
+        return None
+    arrays = (Tensor, np.generic, np.ndarray)
+    value = score.item() if isinstance(score, arrays) and math.prod(score.shape) == 1 else score
+    if not isinstance(value, Real):
+        raise RewardError(f"{where} expected a number or None, but got {type(score).__name__} {score!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{where} expected a finite number, but got {number}: return None where it cannot judge")
+    return number
