@@ -24,7 +24,7 @@ class Rates:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def add(self, name: str, values: Tensor, count: float | None = None) -> None:
+    def add(self, name: str, values: Tensor, count: int | float | None = None) -> None:
         """Add ``values`` to a mean; ``count`` replaces their number as denominator."""
         values = values.detach().double()
         pair = torch.stack([values.sum(), values.new_tensor(values.numel() if count is None else count)])

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.objectives import OverlongFilter, TopEntropy, ZeroSignalFilter
+from grpo_lit.objectives.masks import top_share_threshold
+
+
+def test_overlong_filter_keeps_what_ended_by_itself(make_batch):
+    batch = make_batch([1, 0, 1], truncated=torch.tensor([False, True, False]))
+    assert OverlongFilter()(batch).tolist() == [True, False, True]
+
+
+def test_overlong_filter_asks_for_flags(make_batch):
+    with pytest.raises(ValueError, match=r"batch\.truncated"):
+        OverlongFilter()(make_batch([1.0]))
+
+
+def test_zero_signal_filter_keeps_what_moves(make_batch):
+    batch = make_batch([1, 0, 1], advantages=torch.tensor([0.5, 0.0, -0.5]))
+    assert ZeroSignalFilter()(batch).tolist() == [True, False, True]
+
+
+def entropies(make_batch, values, lengths=None):
+    return make_batch([0.0], lengths=lengths or [len(values)], old_entropy=torch.tensor(values))
+
+
+def test_top_entropy_by_hand(make_batch, alone):
+    # Ten tokens with entropies 0 .. .9: the top fifth are .8 and .9.
+    batch = entropies(make_batch, [i / 10 for i in range(10)])
+    assert TopEntropy(0.2)(batch, alone).nonzero().flatten().tolist() == [8, 9]
+    assert TopEntropy(1.0)(batch, alone).all()
+    # 15 % of ten tokens is one and a half: at least that, so two.
+    assert TopEntropy(0.15)(batch, alone).sum() == 2
+
+
+def test_equal_entropies_stand_or_fall_together(make_batch, alone):
+    assert TopEntropy(0.5)(entropies(make_batch, [0.3] * 4), alone).all()
+    assert TopEntropy(0.5)(entropies(make_batch, [0.0] * 4), alone).all()
+
+
+def test_one_threshold_for_all_ranks(make_batch, alone):
+    torch.manual_seed(0)
+    values = torch.rand(101) ** 4 * 3
+    whole = TopEntropy(0.2)(entropies(make_batch, values.tolist()), alone)
+    assert whole.sum() == 21
+    # In lock-step: every rank's sums are those over both shares, as an all-reduce gives them.
+    shares = values.split([40, 61])
+    masks = []
+    for mine, other in (shares, shares[::-1]):
+        answers = iter(_sums(other, values, 0.2))
+        masks.append(TopEntropy(0.2)(entropies(make_batch, mine.tolist()), lambda x, a=answers: x + next(a)))
+    torch.testing.assert_close(torch.cat([masks[0], masks[1]]), whole)
+
+
+def _sums(other, values, share):
+    """What the other rank adds to each sum while both bisect towards the common threshold."""
+    asked = []
+    top_share_threshold(values, share, lambda x: asked.append(float(x)) or x)
+    yield float(len(other))
+    low, high, wanted = 0.0, 22.2, share * len(values)
+    for total in asked[1:]:
+        middle = (low + high) / 2
+        yield float((other >= middle).sum())
+        low, high = (middle, high) if total >= wanted else (low, middle)
+
+
+def test_the_threshold_does_not_depend_on_order(alone):
+    values = torch.tensor([0.5, 0.1, 0.9, 0.3])
+    assert top_share_threshold(values, 0.5, alone) == top_share_threshold(values.flip(0), 0.5, alone)
+
+
+def test_no_tokens_select_none(make_batch, alone):
+    assert TopEntropy()(entropies(make_batch, [], lengths=[0]), alone).tolist() == []
+
+
+def test_top_entropy_asks_for_entropies_and_a_share(make_batch, alone):
+    with pytest.raises(ValueError, match=r"batch\.old_entropy"):
+        TopEntropy()(make_batch([0.0]), alone)
+    for share in (0.0, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="`share` of TopEntropy"):
+            TopEntropy(share)
