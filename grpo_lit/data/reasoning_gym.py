@@ -25,8 +25,9 @@ HASH_ORDERED_TASKS = frozenset({"isomorphic_strings", "polynomial_multiplication
 NUMPY_TASKS = frozenset({"pool_matrix"})
 
 #: A split is given up after ``PATIENCE + PATIENCE_PER_QUESTION * found`` draws of it in a row without a new question.
-#: Of M equally likely questions the last one is then missed with probability exp(-3), any earlier one far less.
-PATIENCE = 200
+#: Of M equally likely questions the last one is then missed with probability exp(-3), any earlier one far less, and a
+#: split that has a question at all is given up with probability exp(-30).
+PATIENCE = 30
 PATIENCE_PER_QUESTION = 3
 
 #: What a task raises for parameters it cannot work with (its own checks are asserts).
@@ -109,9 +110,11 @@ class ReasoningGym(PromptSource):
     def _check_numbers(self) -> None:
         if self.size < 1:
             raise ConfigError(f"`size` expected at least 1, but got {self.size}")
-        if not 0 <= self.heldout_fraction < 1 or (self.split == "heldout" and self.heldout_fraction == 0):
+        # Below a thousandth, the search for one question of the smaller split takes minutes.
+        nothing_held_out = self.heldout_fraction == 0 and self.split == "train"
+        if not 0.001 <= self.heldout_fraction <= 0.999 and not nothing_held_out:
             raise ConfigError(
-                f"`heldout_fraction` expected above 0 and below 1 (0 only where nothing is held out), but got "
+                f"`heldout_fraction` expected 0.001 to 0.999 (or 0 where nothing is held out), but got "
                 f"{self.heldout_fraction} for split {self.split}: give both splits the same fraction, such as 0.1"
             )
         for key in ("seed", "size"):

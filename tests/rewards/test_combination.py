@@ -1,0 +1,251 @@
+import asyncio
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.errors import ConfigError, RewardError
+from grpo_lit.rewards import NumericMatch, Reward, RewardCombination, ThinkAnswerFormat, WeightedReward
+from grpo_lit.rollout import Completion, Group, Prompt
+
+
+class Canned(Reward):
+    """Returns what it was given, whatever that is."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def __call__(self, prompt, completions):
+        return self.scores
+
+
+def group(n=4):
+    prompt = Prompt(id="sum/7", question="3 + 4 =", answer="7", token_ids=(1,))
+    return Group(prompt, 0, tuple(Completion((5,), (-0.1,), str(i), "stop", 0) for i in range(n)))
+
+
+def scored(combination, n=4):
+    g = group(n)
+    combination.score(g)
+    return g
+
+
+def test_the_total_is_the_weighted_sum_and_correctness_is_apart():
+    g = scored(
+        RewardCombination(
+            {"answer": WeightedReward(Canned([1, 0, 1, 0])), "format": WeightedReward(Canned([1, 1, 0.5, 0]), 0.25)}
+        )
+    )
+    # 1 * answer + 0.25 * format
+    assert g.rewards == [1.25, 0.25, 1.125, 0.0]
+    assert g.scores == {"answer": [1, 0, 1, 0], "format": [1, 1, 0.5, 0]}
+    assert g.correct == [True, False, True, False]
+
+
+def test_a_reward_that_abstains_is_no_zero():
+    g = scored(
+        RewardCombination(
+            {
+                "a": WeightedReward(Canned([1, None, 0, None])),
+                "b": WeightedReward(Canned([None, None, None, None])),
+                "c": WeightedReward(Canned([None, -1, None, None]), 0.5),
+            }
+        )
+    )
+    assert g.rewards == [1.0, -0.5, 0.0, None]
+    assert g.correct == [True, None, False, None]
+    assert g.scores["b"] == [None] * 4
+    # The sample on which all abstain is left out of the step.
+    assert TokenBatch.from_groups([g], 1.0, ["a", "b", "c"]).rewards.tolist() == [1.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("correct", "correct_at", "expected"),
+    [
+        (None, 1.0, [True, False, False]),
+        ("answer", 0.5, [True, True, False]),
+        ("bonus", 1.0, [False, False, True]),
+    ],
+)
+def test_which_reward_says_correct_and_from_where(correct, correct_at, expected):
+    parts = {"answer": WeightedReward(Canned([1, 0.5, 0])), "bonus": WeightedReward(Canned([0, 0, 3]), -1.0)}
+    assert scored(RewardCombination(parts, correct, correct_at), 3).correct == expected
+
+
+def test_a_weight_of_zero_only_logs_and_a_negative_one_punishes():
+    parts = {
+        "answer": WeightedReward(Canned([1, 0])),
+        "logged": WeightedReward(Canned([5, 5]), 0.0),
+        "repetition": WeightedReward(Canned([1, 0]), -0.5),
+    }
+    g = scored(RewardCombination(parts), 2)
+    assert g.rewards == [0.5, 0.0]
+    assert g.scores["logged"] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [True, False, True],
+        (1, 0, 1),
+        [np.float32(1), np.int64(0), np.bool_(True)],
+        np.array([1.0, 0.0, 1.0]),
+        np.array([[1], [0], [1]]),
+        torch.tensor([1.0, 0.0, 1.0], requires_grad=True),
+        torch.tensor([1, 0, 1]),
+        [torch.tensor(1.0), torch.tensor([0.0]), torch.tensor(True)],
+        [Fraction(1), 0, 1.0],
+    ],
+)
+def test_any_kind_of_number_becomes_a_float(scores):
+    g = scored(RewardCombination({"answer": WeightedReward(Canned(scores))}), 3)
+    assert g.scores["answer"] == g.rewards == [1.0, 0.0, 1.0]
+    assert all(type(value) is float for value in g.scores["answer"] + g.rewards)
+    assert g.correct == [True, False, True]
+    assert all(type(flag) is bool for flag in g.correct)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([math.nan, 1, 0, 0], "sample 0 expected a finite number, but got nan"),
+        ([0, 1, 0, math.inf], "sample 3 expected a finite number, but got inf"),
+        (torch.tensor([0, 0, -math.inf, 0]), "sample 2 expected a finite number, but got -inf"),
+        ([0, 10**400, 0, 0], "sample 1 expected a finite number, but got inf"),
+        ([1, 0, 1], r"one score per completion \(4\), but got 3"),
+        ([1, 0, 1, 0, 1], r"one score per completion \(4\), but got 5"),
+        ([], "but got 0"),
+        ([1, 0, "1.0", 0], "sample 2 expected a number or None, but got str '1.0'"),
+        ([1, 0, [1], 0], "sample 2 expected a number or None, but got list"),
+        ([1, 0, 1j, 0], "sample 2 expected a number or None, but got complex"),
+        ([1, 0, torch.tensor([1.0, 2.0]), 0], "sample 2 expected a number or None, but got Tensor"),
+        (torch.zeros(4, 2), "sample 0 expected a number or None, but got Tensor"),
+        (1.0, "expected a list of scores, but got float 1.0"),
+        (torch.tensor(1.0), "expected a list of scores, but got Tensor"),
+        (None, "expected a list of scores, but got NoneType"),
+        ("1010", "expected a list of scores, but got str"),
+        ({"a": 1, "b": 2, "c": 3, "d": 4}, "expected a list of scores, but got dict"),
+    ],
+)
+def test_anything_else_is_refused_by_name(scores, message):
+    combination = RewardCombination({"odd": WeightedReward(Canned(scores))})
+    with pytest.raises(RewardError, match=rf"reward 'odd' \(Canned\) on prompt 'sum/7'.*{message}"):
+        scored(combination)
+
+
+def test_a_failing_reward_is_named_and_its_cause_kept():
+    class Fails(Reward):
+        def __call__(self, prompt, completions):
+            return [1 / (3 - i) for i, _ in enumerate(completions)]
+
+    with pytest.raises(RewardError, match=r"'answer' \(Fails\) on prompt 'sum/7' failed: ZeroDivisionError") as error:
+        scored(RewardCombination({"answer": WeightedReward(Fails())}), 8)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_an_asynchronous_reward_is_refused_without_a_warning_of_its_own():
+    class Async(Reward):
+        async def __call__(self, prompt, completions):
+            await asyncio.sleep(0)
+            return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="got a coroutine: make its `__call__` a plain `def`"):
+        scored(RewardCombination({"slow": WeightedReward(Async())}))
+
+
+def test_a_setting_that_a_reward_refuses_stays_a_config_error():
+    class Refuses(Reward):
+        def __call__(self, prompt, completions):
+            raise ConfigError("`task` expected another")
+
+    with pytest.raises(ConfigError, match="`task` expected another"):
+        scored(RewardCombination({"a": WeightedReward(Refuses())}))
+
+
+def test_an_empty_completion_and_an_empty_group_score():
+    g = Group(group().prompt, 0, (Completion((), (), "", "length", 0),))
+    combination = RewardCombination(
+        {"answer": WeightedReward(NumericMatch()), "format": WeightedReward(ThinkAnswerFormat())}
+    )
+    combination.score(g)
+    assert (g.rewards, g.correct) == ([0.0], [False])
+    assert scored(combination, 0).rewards == []
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: RewardCombination({}), "`rewards` expected at least one"),
+        (lambda: RewardCombination({"answer": WeightedReward(Canned([]))}, "anwser"), "'anwser': set it to answer"),
+        (lambda: WeightedReward(Canned([]), math.nan), "`weight` expected a finite number"),
+        (lambda: WeightedReward(Canned([]), math.inf), "`weight` expected a finite number"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+# ---------------------------------------------------------------- YAML
+
+
+def parse(text):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--data.rewards", type=RewardCombination)
+    config = parser.parse_string(text)
+    return parser.instantiate(config).data.rewards
+
+
+YAML = """
+data:
+  rewards:
+    rewards:
+      answer: {reward: NumericMatch}
+      format: {reward: ThinkAnswerFormat, weight: 0.2}
+    correct: answer
+"""
+
+
+def test_the_yaml_shape_with_short_class_names():
+    combination = parse(YAML)
+    assert isinstance(combination, RewardCombination)
+    assert list(combination.rewards) == ["answer", "format"]
+    assert isinstance(combination.rewards["answer"].reward, NumericMatch)
+    assert isinstance(combination.rewards["format"].reward, ThinkAnswerFormat)
+    assert [part.weight for part in combination.rewards.values()] == [1.0, 0.2]
+    assert combination.correct == "answer"
+
+
+def test_a_reward_takes_its_own_arguments_from_yaml():
+    combination = parse(
+        """
+data:
+  rewards:
+    rewards:
+      answer:
+        reward: {class_path: NumericMatch, init_args: {extract: answer_tag}}
+        weight: 2
+      mine: {reward: {class_path: grpo_lit.rewards.ThinkAnswerFormat, init_args: {tag_credit: 0}}}
+"""
+    )
+    assert combination.rewards["answer"].reward.extract == "answer_tag"
+    assert combination.rewards["answer"].weight == 2.0
+    assert combination.rewards["mine"].reward.tag_credit == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        YAML.replace("NumericMatch", "NumericMatsch"),
+        YAML.replace("weight", "wieght"),
+        YAML.replace("0.2", "much"),
+        YAML.replace("correct: answer", "correct_if: answer"),
+    ],
+)
+def test_yaml_with_a_mistake_is_refused(bad):
+    with pytest.raises(Exception, match=r"(?i)NumericMatsch|wieght|much|correct_if"):
+        parse(bad)

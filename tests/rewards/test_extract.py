@@ -1,0 +1,85 @@
+import time
+
+import pytest
+
+from grpo_lit.rewards.extract import answer_text, last_boxed, last_line, last_tagged, opened_tags
+from grpo_lit.rollout import Completion, Prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"First \boxed{5}. Wrong; it is \boxed{7}.", "7"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\frac{1}{2", None),
+        (r"\boxed{5} and then \boxed{7", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\text{E}}", r"\text{E}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed {3}", "3"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        (r"} } \boxed{3} }", "3"),
+        ("boxed{3}", None),
+        ("", None),
+    ],
+)
+def test_the_last_complete_box(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer>5</answer>", "5"),
+        ("<answer>5</answer> no, <answer>\n7\n</answer>", "\n7\n"),
+        ("<answer>5</answer> <answer>7", "5"),
+        ("<answer>5", None),
+        ("5</answer>", None),
+        ("</answer><answer>", None),
+        ("<answer>1 <answer>2</answer>", "2"),
+        ("<answer></answer>", ""),
+        ("", None),
+    ],
+)
+def test_the_last_complete_tag(text, content):
+    assert last_tagged(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("a\nb\n\n", "b"), ("a", "a"), ("", None), (" \n ", None), ("a\n  b  ", "b")]
+)
+def test_the_last_line(text, line):
+    assert last_line(text) == line
+
+
+@pytest.mark.parametrize(
+    ("prefill", "tags"),
+    [
+        ("<|im_start|>assistant\n", ""),
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<think>", "<think>"),
+        ("[assistant]<think>\n\n</think>\n\n<answer>", "<think>\n\n</think>\n\n<answer>"),
+        ("Answer: <answer>", "<answer>"),
+    ],
+)
+def test_tags_that_the_template_wrote_belong_to_the_answer(prefill, tags):
+    prompt = Prompt(id="a", question="", metadata={"prefill": prefill})
+    completion = Completion((), (), "5</answer>", "stop", 0)
+    assert opened_tags(prompt.metadata) == tags
+    assert answer_text(prompt, completion) == tags + "5</answer>"
+
+
+def test_a_prompt_without_a_template_has_no_tags():
+    assert opened_tags({}) == ""
+
+
+@pytest.mark.parametrize(
+    "piece", [r"\boxed{", "{", "}", r"\boxed{1}", "<answer>", "</answer>", "<think>", "\n", r"\fbox"]
+)
+def test_extraction_takes_linear_time(piece):
+    text = piece * (200_000 // len(piece))
+    started = time.perf_counter()
+    for extract in (last_boxed, last_tagged, last_line):
+        extract(text)
+    assert time.perf_counter() - started < 1
