@@ -1,6 +1,9 @@
 """Batches and terms small enough to work out by hand."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,15 @@ from grpo_lit.objectives import Terms
 
 MakeBatch = Callable[..., TokenBatch]
 MakeTerms = Callable[..., Terms]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost a thousand times the arithmetic on a dozen numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
@@ -89,3 +101,30 @@ def make_terms() -> MakeTerms:
 def alone() -> Callable[[Tensor], Tensor]:
     """The sum over the ranks of a run of one process."""
     return lambda x: x
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., list[Any]]:
+    """Return a function that runs ``rank(batch, sum_ranks)`` for every batch at once, as processes in lock-step do."""
+
+    def run(rank: Callable[..., Any], batches: Sequence[Any]) -> list[Any]:
+        barrier, shares = threading.Barrier(len(batches), timeout=30), [None] * len(batches)
+
+        def one(index: int) -> Any:
+            def sum_ranks(x: Tensor) -> Tensor:
+                shares[index] = x
+                barrier.wait()
+                total = torch.stack(list(shares)).sum(0)
+                barrier.wait()
+                return total
+
+            try:
+                return rank(batches[index], sum_ranks)
+            except BaseException:
+                barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(batches)) as pool:
+            return list(pool.map(one, range(len(batches))))
+
+    return run

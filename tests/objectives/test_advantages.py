@@ -79,41 +79,13 @@ def test_groups_of_unequal_size_and_empty_groups(make_batch, alone):
 
 
 @pytest.mark.parametrize("part", [GroupAdvantage("batch_std"), GDPOAdvantage()])
-def test_batch_statistics_are_those_of_all_ranks(make_batch, alone, part):
+def test_batch_statistics_are_those_of_all_ranks(make_batch, alone, on_ranks, part):
     # Two ranks with a group each must get what one process with both groups gets: sums meet in a shared total.
     rewards, group = [1.0, 0.0, 3.0, 0.5], [0, 0, 1, 1]
     scores = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0], [0.5, 0.5]])
     whole = part(make_batch(rewards, group, scores=scores), alone)
     ranks = [make_batch(rewards[i : i + 2], scores=scores[i : i + 2]) for i in (0, 2)]
-    torch.testing.assert_close(torch.cat(_on_ranks(part, ranks)), whole)
-
-
-def _on_ranks(part, batches):
-    """Run a part on every rank in lock-step: each sum is answered once all ranks have asked for it."""
-    totals = []
-    while True:
-        asked, results = [], []
-        for batch in batches:
-            answers = iter(totals)
-
-            def sum_ranks(x, answers=answers):
-                if (answer := next(answers, None)) is not None:
-                    return answer
-                raise _Pending(x)
-
-            try:
-                results.append(part(batch, sum_ranks))
-            except _Pending as pending:
-                asked.append(pending.value)
-        if not asked:
-            return results
-        totals.append(torch.stack(asked).sum(0))
-
-
-class _Pending(Exception):
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
+    torch.testing.assert_close(torch.cat(on_ranks(part, ranks)), whole)
 
 
 def test_gdpo_by_hand(make_batch, alone, dtype):

@@ -39,30 +39,12 @@ def test_equal_entropies_stand_or_fall_together(make_batch, alone):
     assert TopEntropy(0.5)(entropies(make_batch, [0.0] * 4), alone).all()
 
 
-def test_one_threshold_for_all_ranks(make_batch, alone):
-    torch.manual_seed(0)
-    values = torch.rand(101) ** 4 * 3
+def test_one_threshold_for_all_ranks(make_batch, alone, on_ranks):
+    values = torch.rand(101, generator=torch.Generator().manual_seed(0)) ** 4 * 3
     whole = TopEntropy(0.2)(entropies(make_batch, values.tolist()), alone)
     assert whole.sum() == 21
-    # In lock-step: every rank's sums are those over both shares, as an all-reduce gives them.
-    shares = values.split([40, 61])
-    masks = []
-    for mine, other in (shares, shares[::-1]):
-        answers = iter(_sums(other, values, 0.2))
-        masks.append(TopEntropy(0.2)(entropies(make_batch, mine.tolist()), lambda x, a=answers: x + next(a)))
-    torch.testing.assert_close(torch.cat([masks[0], masks[1]]), whole)
-
-
-def _sums(other, values, share):
-    """What the other rank adds to each sum while both bisect towards the common threshold."""
-    asked = []
-    top_share_threshold(values, share, lambda x: asked.append(float(x)) or x)
-    yield float(len(other))
-    low, high, wanted = 0.0, 22.2, share * len(values)
-    for total in asked[1:]:
-        middle = (low + high) / 2
-        yield float((other >= middle).sum())
-        low, high = (middle, high) if total >= wanted else (low, middle)
+    shares = [entropies(make_batch, share.tolist()) for share in values.split([40, 61])]
+    torch.testing.assert_close(torch.cat(on_ranks(TopEntropy(0.2), shares)), whole)
 
 
 def test_the_threshold_does_not_depend_on_order(alone):
