@@ -44,6 +44,8 @@ class TokenBatch:
         old_entropy: Entropy of the old policy at each token [nats]; ``None`` unless a selection asks for it.
         selected: Tokens whose surrogate trains; ``None``: all.
         truncated: Whether each sequence ran into the length limit.
+        shadow_advantages: Advantages of each shadow objective, one column each.
+        shadow_weights: Weights of each shadow objective.
         temperature: Sampling temperature, for every log-prob of this batch.
         domains: Names of the domains.
         score_names: Names of the columns of ``scores``.
@@ -66,6 +68,8 @@ class TokenBatch:
     old_entropy: TokenFloat | None = None
     selected: TokenBool | None = None
     truncated: SequenceBool | None = None
+    shadow_advantages: Float[Tensor, "S M"] | None = None
+    shadow_weights: Float[Tensor, "S M"] | None = None
     temperature: float = 1.0
     domains: tuple[str, ...] = ("default",)
     score_names: tuple[str, ...] = ()
@@ -128,6 +132,8 @@ class TokenBatch:
             "advantages",
             "weights",
             "truncated",
+            "shadow_advantages",
+            "shadow_weights",
         )
         picked = {name: _pick(getattr(self, name), tokens) for name in per_token}
         picked |= {name: _pick(getattr(self, name), sequences) for name in per_sequence}

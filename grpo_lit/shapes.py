@@ -8,6 +8,7 @@ letter  axis
 ``N``   groups (prompts) of a batch
 ``G``   completions of one group
 ``K``   reward components
+``M``   shadow objectives
 ``P``   prompt tokens of a batch, all prompts one after the other
 ``R L`` rows and columns of a packed micro-batch, as the transformer sees it
 ``H``   hidden size

@@ -85,6 +85,8 @@ def full(groups):
         reference_logprobs=tokens + 30,
         old_entropy=tokens + 40,
         selected=tokens > 2,
+        shadow_advantages=torch.stack([sequences, -sequences], 1),
+        shadow_weights=torch.stack([sequences, sequences + 1], 1),
     )
 
 
@@ -98,6 +100,8 @@ def test_select_takes_every_field_of_a_sequence_along(groups):
     assert picked.truncated.tolist() == [True, False]
     assert picked.advantages.tolist() == [2.0, 0.0]
     assert picked.weights.tolist() == [12.0, 10.0]
+    assert picked.shadow_advantages.tolist() == [[2.0, -2.0], [0.0, 0.0]]
+    assert picked.shadow_weights.tolist() == [[2.0, 3.0], [0.0, 1.0]]
     assert picked.domain.tolist() == [0, 1]
     for name, base in (("old_logprobs", 20), ("reference_logprobs", 30), ("old_entropy", 40)):
         assert (getattr(picked, name) - base).tolist() == [2.0, 3.0, 4.0, 0.0, 1.0], name

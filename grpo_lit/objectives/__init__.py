@@ -21,6 +21,7 @@ from grpo_lit.objectives.reductions import (
     SequenceMean,
     TokenMean,
 )
+from grpo_lit.objectives.shadows import Shadows
 from grpo_lit.objectives.surrogates import (
     CISPO,
     DPPO,
@@ -68,6 +69,7 @@ __all__ = [
     "SequenceMean",
     "SequenceTokenClip",
     "SequenceTruncatedIS",
+    "Shadows",
     "Surrogate",
     "SurrogateOutput",
     "Terms",

@@ -113,11 +113,16 @@ class Objective:
             batch = replace(batch, rewards=batch.rewards - self._reward_penalty(batch))
         return self.advantage(batch, sum_ranks)
 
-    def filtered(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch without the sequences that a filter drops; call it between advantages and counts."""
+    def kept(self, batch: TokenBatch) -> SequenceBool:
+        """Return which sequences no filter drops."""
         kept = torch.ones_like(batch.lengths, dtype=torch.bool)
         for part in self.filters:
             kept = kept & part(batch)
+        return kept
+
+    def filtered(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch without the sequences that a filter drops; call it between advantages and counts."""
+        kept = self.kept(batch)
         return batch if bool(kept.all()) else batch.select(kept.nonzero().squeeze(-1))
 
     def selected(self, batch: TokenBatch, sum_ranks: SumRanks) -> TokenBool | None:
