@@ -35,7 +35,7 @@ class Head:
 
 
 def logprobs_and_entropy(hidden: Float[Tensor, "T H"], targets: TokenInt, head: Head) -> tuple[TokenFloat, TokenFloat]:
-    """Return log p(target) and the entropy of the distribution at each position [nats], in float32.
+    """Return log p(target) and the entropy of the distribution at each position [nats], in float32 or better.
 
     z = softcap(scale (h W^T + b)) / temperature,   logp = z[target] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v
 
@@ -50,10 +50,16 @@ def logprobs_and_entropy(hidden: Float[Tensor, "T H"], targets: TokenInt, head: 
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float() * head.scale
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(_accumulator(logits.dtype)) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return logits.div_(head.temperature)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or float64 for a float64 model, whose results are then exact to its precision."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -68,7 +74,7 @@ class _ChunkedHead(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
         bias_c = None if bias is None else bias.to(dtype)
-        logprobs, entropy, lse = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
+        logprobs, entropy, lse = (hidden.new_empty(len(targets), dtype=_accumulator(dtype)) for _ in range(3))
         with torch.autocast(device, enabled=False):
             for chunk in _chunks(len(targets), len(weight)):
                 logits = _logits(hidden_c[chunk], weight_c, bias_c, head)
@@ -89,8 +95,8 @@ class _ChunkedHead(torch.autograd.Function):
         hidden_c, weight_c = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         bias_c = None if bias is None else bias.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden_c)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        grad_weight = torch.zeros_like(weight, dtype=_accumulator(ctx.dtype)) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=_accumulator(ctx.dtype)) if bias is not None else None
         for chunk in _chunks(len(targets), len(weight)):
             logits = _logits(hidden_c[chunk], weight_c, bias_c, head)
             log_p = logits - lse[chunk, None]
@@ -118,11 +124,11 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """Add grad^T hidden to ``total`` [V H] in float32."""
+    """Add grad^T hidden to ``total`` [V H] in its precision."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.T, hidden)
     else:
-        total += (grad.T @ hidden).float()
+        total += (grad.T @ hidden).to(total.dtype)
 
 
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:

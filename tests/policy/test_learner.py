@@ -1,0 +1,154 @@
+"""The learner's loss and gradient do not depend on how the step was cut, ordered or laid out."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+
+from grpo_lit.batch import TokenBatch
+from grpo_lit.objectives import (
+    K3,
+    ConstantLength,
+    Objective,
+    SequenceMean,
+    TokenMean,
+    TruncatedIS,
+)
+from grpo_lit.policy.checkpoint import load_model
+from grpo_lit.policy.learner import GradientOutput, Learner
+from grpo_lit.policy.policy import Policy
+from grpo_lit.ranks import Ranks
+from grpo_lit.rollout import Completion, Group, Prompt
+from grpo_lit.rollouts.minibatch import UpdatePlan
+
+ONE_PROCESS = Ranks(SingleDeviceStrategy(device=torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model_path: Path) -> Policy:
+    return Policy(load_model(str(tiny_model_path)))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_folder: Callable[..., Path]) -> Policy:
+    return Policy(load_model(str(tiny_folder("llama", seed=5)))).requires_grad_(False)
+
+
+def make_rollout() -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(4, 260, (count,), generator=generator).tolist())
+
+    groups = []
+    for n, (prompt, lengths) in enumerate([(9, [5, 1, 12, 0]), (3, [4, 4, 4]), (20, [2, 17]), (6, [8, 3, 1, 2])]):
+        samples = tuple(Completion(tokens(k), (-5.0,) * k, "", "stop", 0) for k in lengths)
+        rewards = [1.0] * len(lengths) if n == 1 else [float(i % 2) for i in range(len(lengths))]  # group 1: no signal
+        groups.append(Group(Prompt(str(n), "", token_ids=tokens(prompt)), 0, samples, rewards=rewards))
+    return TokenBatch.from_groups(groups, temperature=0.9)
+
+
+def gradient_of(
+    policy: Policy, objective: Objective, batch: TokenBatch, budget: int, share: bool, reference: Policy | None = None
+) -> tuple[GradientOutput, list[Tensor]]:
+    learner = Learner(objective, budget, share, ONE_PROCESS, torch.device("cpu"))
+    batch, _ = learner.prepare(batch, UpdatePlan(), policy, reference)
+    policy.zero_grad()
+    output = learner.gradient(policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), reference)
+    return output, [p.grad.clone() for p in policy.parameters()]
+
+
+def distance(got: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative distance of two gradients: |a - b| / |b| over all parameters."""
+    a, b = (torch.cat([g.flatten().double() for g in gradient]) for gradient in (got, expected))
+    return float((a - b).norm() / b.norm())
+
+
+OBJECTIVES = {
+    "sequence_mean": Objective(reduction=SequenceMean()),
+    "token_mean": Objective(reduction=TokenMean(), corrections=[TruncatedIS(cap=1.5)]),
+    "constant_kl": Objective(reduction=ConstantLength(20), divergence=K3(beta=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    ("budget", "share"), [(1, True), (40, True), (90, True), (1, False), (60, False), (9999, False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cut_and_layout_change_neither_loss_nor_gradient(
+    policy: Policy, reference: Policy, name: str, budget: int, share: bool, dtype: torch.dtype
+) -> None:
+    objective, batch = OBJECTIVES[name], make_rollout()
+    policy, reference = (copy.deepcopy(model).to(dtype) for model in (policy, reference))
+    whole, expected = gradient_of(policy, objective, batch, 9999, True, reference)
+    parts, got = gradient_of(policy, objective, batch, budget, share, reference)
+    assert whole.micro_batches == 1
+    assert parts.micro_batches > 1 or budget == 9999
+    # The loss is a sum of terms of both signs and order 1: rounding is relative to those, not to what is left.
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6, abs=1e-6 if dtype == torch.float32 else 1e-7)
+    # float32 sums in another order differ by some of its 6e-8. A float64 model still rotates and normalises in
+    # float32, as transformers writes these layers.
+    assert distance(got, expected) <= (2e-6 if dtype == torch.float32 else 3e-7)
+    ours, theirs = parts.rates.compute(), whole.rates.compute()
+    for metric, value in theirs.items():
+        assert ours[metric] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+def test_order_of_sequences_changes_neither_loss_nor_gradient(policy: Policy) -> None:
+    batch, objective = make_rollout(), OBJECTIVES["token_mean"]
+    order = torch.randperm(len(batch.lengths), generator=torch.Generator().manual_seed(1))
+    whole, expected = gradient_of(policy, objective, batch, 50, True)
+    shuffled, got = gradient_of(policy, objective, batch.select(order), 50, True)
+    assert shuffled.loss == pytest.approx(whole.loss, rel=1e-6, abs=1e-6)
+    assert distance(got, expected) <= 2e-6
+
+
+def test_sequences_without_signal_cost_no_forward_but_stay_in_the_counts(policy: Policy) -> None:
+    batch = make_rollout()
+    objective = OBJECTIVES["sequence_mean"]
+    learner = Learner(objective, 9999, True, ONE_PROCESS, torch.device("cpu"))
+    assert learner.counts(batch).sequences == 13
+    output, _ = gradient_of(policy, objective, batch, 9999, True)
+    # Group 1 has 12 of the 63 tokens, and no signal.
+    assert batch.tokens == 63
+    assert output.tokens == 63 - 12
+
+
+def test_a_batch_without_any_signal_runs_no_micro_batch(policy: Policy) -> None:
+    batch = make_rollout()
+    batch = replace(batch, rewards=torch.ones_like(batch.rewards))
+    learner = Learner(OBJECTIVES["token_mean"], 9999, True, ONE_PROCESS, torch.device("cpu"))
+    prepared, _ = learner.prepare(batch, UpdatePlan(), policy, None)
+    output = learner.gradient(policy, prepared, lambda loss: loss.backward(), lambda more: nullcontext())
+    assert (output.micro_batches, output.tokens, output.loss) == (0, 0, 0.0)
+    assert set(output.rates.compute()) >= {"optimization/clip_low", "exploration/entropy", "system/is_cut"}
+
+
+def test_old_log_probs_are_scored_for_later_updates_only(policy: Policy) -> None:
+    batch = make_rollout()
+    learner = Learner(OBJECTIVES["token_mean"], 9999, True, ONE_PROCESS, torch.device("cpu"))
+    once, updates = learner.prepare(batch, UpdatePlan(), policy, None)
+    assert once.old_logprobs is None
+    assert [u.tolist() for u in updates] == [list(range(13))]
+    twice, updates = learner.prepare(batch, UpdatePlan(num_epochs=2), policy, None)
+    assert len(updates) == 2
+    exact = learner.evaluate(policy, batch).logprobs
+    moving = (twice.advantages != 0)[twice.sequence]
+    torch.testing.assert_close(twice.old_logprobs[moving], exact[moving], rtol=1e-5, atol=1e-5)
+
+
+def test_minibatches_hold_whole_groups_and_every_group_once_an_epoch() -> None:
+    batch = make_rollout()
+    updates = UpdatePlan(num_updates=3, num_epochs=2, seed=4).sequences(batch)
+    assert len(updates) == 6
+    for epoch in (updates[:3], updates[3:]):
+        assert sorted(torch.cat(epoch).tolist()) == list(range(13))
+        groups = [set(batch.group[part].tolist()) for part in epoch]
+        assert sum(len(g) for g in groups) == 4  # no group is in two minibatches

@@ -1,0 +1,106 @@
+"""Stopped and resumed equals never stopped, bit for bit, also in the middle of a rollout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from toys import Letters, SomePrompts
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.objectives import K3, Objective
+from grpo_lit.rewards import RewardCombination, WeightedReward
+
+
+class Trace(Callback):
+    """Keeps prompts, tokens and loss of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        chosen = batch.rollout.batch.select(batch.rollout.updates[batch.update])
+        loss = float(trainer.callback_metrics["optimization/loss"])
+        self.steps.append((batch.update, chosen.prompt_ids.tolist(), chosen.token_ids.tolist(), loss))
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_updates", "old_policy"), [(2, 1, "logprobs"), (3, 2, "logprobs"), (3, 2, "weights")]
+)
+def test_a_resumed_run_equals_one_never_stopped(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path,
+    stop: int, num_updates: int, old_policy: str,
+) -> None:  # fmt: skip
+    def build(max_steps: int, *callbacks: Callback) -> tuple[Any, Any, Trainer, Trace]:
+        trace = Trace()
+        schedule = lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=6)  # noqa: E731
+        module = make_module(
+            objective=Objective(divergence=K3(beta=0.05)), old_policy=old_policy, lr_scheduler=schedule
+        )
+        data = make_data(num_updates=num_updates, val={"letters": Letters(2)})
+        return module, data, make_trainer(max_steps=max_steps, callbacks=[trace, *callbacks]), trace
+
+    straight, data, trainer, all_steps = build(7)
+    trainer.fit(straight, datamodule=data)
+
+    saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=stop, save_top_k=-1)
+    module, data, trainer, first = build(stop, saver)
+    trainer.fit(module, datamodule=data)
+    resumed, data, trainer, rest = build(7)
+    trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / "saved" / f"step={stop}.ckpt"))
+
+    assert len(first.steps) == stop
+    assert first.steps + rest.steps == all_steps.steps
+    torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)
+    assert trainer.global_step == 7
+
+
+def test_an_interrupted_run_keeps_what_it_learned(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    class Interrupt(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=100, save_last=True, save_on_exception=True)
+    data = make_data()
+    with pytest.raises(SystemExit):
+        make_trainer(max_steps=5, callbacks=[Interrupt(), saver]).fit(make_module(), datamodule=data)
+    assert data.engine.weight_version is None  # closed
+    (saved,) = (tmp_path / "saved").glob("*.ckpt")
+    trainer = make_trainer(max_steps=5)
+    trainer.fit(make_module(), datamodule=make_data(), ckpt_path=str(saved))
+    assert trainer.global_step == 5
+
+
+def test_a_checkpoint_of_other_prompts_is_refused(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path / "saved", filename="x", every_n_train_steps=1)
+    make_trainer(max_steps=1, callbacks=[saver]).fit(make_module(), datamodule=make_data())
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        make_trainer(max_steps=2).fit(
+            make_module(), datamodule=make_data(train=Letters(9)), ckpt_path=str(tmp_path / "saved" / "x.ckpt")
+        )
+
+
+def test_steps_without_signal_do_not_disturb_resuming(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path
+) -> None:
+    def build(max_steps: int, *callbacks: Callback) -> tuple[Any, Any, Trainer]:
+        rewards = RewardCombination({"some": WeightedReward(SomePrompts())})
+        data = make_data(rewards=rewards, prompts_per_rollout=1)
+        return make_module(), data, make_trainer(max_steps=max_steps, callbacks=list(callbacks), num_sanity_val_steps=0)
+
+    straight, data, trainer = build(5)
+    trainer.fit(straight, datamodule=data)
+    saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    module, data, trainer = build(3, saver)
+    trainer.fit(module, datamodule=data)
+    resumed, data, trainer = build(5)
+    trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / "saved" / "step=3.ckpt"))
+    torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)

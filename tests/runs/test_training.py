@@ -1,0 +1,202 @@
+"""What every run must do: versions, ratios, steps and schedules, whatever the number of updates on a rollout."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from toys import Constant, Letters
+
+from grpo_lit.errors import ConfigError, TrainingError
+from grpo_lit.objectives import K3, Objective, TokenClip, TruncatedIS
+from grpo_lit.rewards import RewardCombination, WeightedReward
+from grpo_lit.rollout import Sampling
+
+
+class Recorder(Callback):
+    """Keeps what each optimizer step was made of and what it logged."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        versions = batch.rollout.batch.weight_version.unique().tolist()
+        self.steps.append({"version": versions, "global_step": trainer.global_step, "update": batch.update})
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.steps[-1] |= values | {"lr_after": trainer.optimizers[0].param_groups[0]["lr"]}
+
+
+def test_a_rollout_is_drawn_with_the_weights_of_the_step_that_trains_on_it(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    recorder = Recorder()
+    make_trainer(max_steps=7, callbacks=[recorder]).fit(make_module(), datamodule=make_data())
+    assert [step["version"] for step in recorder.steps] == [[k] for k in range(7)]
+    assert [step["global_step"] for step in recorder.steps] == list(range(7))
+
+
+def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    recorder = Recorder()
+    objective = Objective(surrogate=TokenClip(low=0.0, high=0.0))
+    make_trainer(callbacks=[recorder]).fit(make_module(objective=objective), datamodule=make_data())
+    for step in recorder.steps:
+        assert step["optimization/ratio_max"] == 1.0
+        assert step["optimization/clip_low"] == step["optimization/clip_high"] == step["optimization/kl_old"] == 0.0
+        # The engine holds the same float32 weights: it only adds in another order.
+        assert step["system/mismatch_abs"] < 1e-5
+        assert step["optimization/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("old_policy", ["logprobs", "weights"])
+@pytest.mark.parametrize(("num_updates", "num_epochs"), [(2, 1), (1, 3), (2, 2)])
+def test_later_updates_compare_with_the_weights_before_the_first(
+    make_module: Callable,
+    make_data: Callable,
+    make_trainer: Callable,
+    old_policy: str,
+    num_updates: int,
+    num_epochs: int,
+) -> None:
+    recorder = Recorder()
+    data = make_data(num_updates=num_updates, num_epochs=num_epochs)
+    per_rollout = num_updates * num_epochs
+    make_trainer(max_steps=2 * per_rollout, callbacks=[recorder]).fit(
+        make_module(old_policy=old_policy), datamodule=data
+    )
+    assert len(recorder.steps) == 2 * per_rollout  # global_step counts optimizer steps
+    for k, step in enumerate(recorder.steps):
+        assert step["update"] == k % per_rollout
+        assert step["version"] == [k - k % per_rollout]
+        assert (step["optimization/ratio_max"] == 1.0) == (k % per_rollout == 0)
+        assert step["system/staleness_max"] == k % per_rollout
+
+
+def test_both_snapshots_of_the_old_policy_train_alike(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable
+) -> None:
+    ends = []
+    for old_policy in ("logprobs", "weights"):
+        module = make_module(old_policy=old_policy)
+        make_trainer(max_steps=4).fit(module, datamodule=make_data(num_updates=2))
+        ends.append(weights_of(module))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sampler_as_old_policy_leaves_its_gap_in_the_ratio(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    recorder = Recorder()
+    make_trainer(max_steps=1, callbacks=[recorder]).fit(make_module(old_policy="sampler"), datamodule=make_data())
+    assert recorder.steps[0]["system/mismatch_abs"] == 0.0  # by definition: old and sampler are one
+    assert 0 < abs(recorder.steps[0]["optimization/ratio_max"] - 1.0) < 1e-3
+
+
+def test_the_schedule_counts_optimizer_steps(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    recorder = Recorder()
+    warmup = lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, 1.0, total_iters=3)  # noqa: E731
+    module = make_module(lr_scheduler=warmup)
+    make_trainer(max_steps=6, callbacks=[recorder]).fit(module, datamodule=make_data(num_updates=2))
+    rates = [step["optimization/lr"] for step in recorder.steps]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+def test_the_reference_exists_only_where_kl_is_paid_and_starts_equal(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    without = make_module()
+    make_trainer(max_steps=1).fit(without, datamodule=make_data())
+    assert without.reference is None
+    recorder, module = Recorder(), make_module(objective=Objective(divergence=K3(beta=0.1)))
+    make_trainer(max_steps=3, callbacks=[recorder]).fit(module, datamodule=make_data())
+    kls = [step["optimization/kl_reference"] for step in recorder.steps]
+    assert kls[0] == pytest.approx(0, abs=1e-9)
+    assert kls[1] > 0
+    assert not any(p.requires_grad for p in module.reference.parameters())
+
+
+def test_a_step_without_signal_moves_nothing_and_a_run_of_them_ends_with_a_reason(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable
+) -> None:
+    module = make_module(max_idle_steps=3)
+    data = make_data(rewards=RewardCombination({"none": WeightedReward(Constant(0.5))}))
+    trainer = make_trainer(max_steps=100)
+    with pytest.raises(TrainingError, match=r"3 minibatches in a row could not move the weights.*no group had signal"):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 0
+    fresh = make_module()
+    make_trainer(max_steps=1).validate(fresh, datamodule=make_data(val={"letters": Letters(2)}), verbose=False)
+    torch.testing.assert_close(weights_of(module), weights_of(fresh), rtol=0, atol=0)
+
+
+def test_a_non_finite_gradient_leaves_weights_and_optimizer_alone(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable
+) -> None:
+    class Poison(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                batch.rollout.batch.sampler_logprobs.fill_(float("nan"))
+                self.before = weights_of(pl_module)
+
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 2:
+                torch.testing.assert_close(weights_of(pl_module), self.before, rtol=0, atol=0)
+                assert trainer.callback_metrics["optimization/skipped"] == 1
+
+    module = make_module(objective=Objective(corrections=[TruncatedIS()]))
+    trainer = make_trainer(max_steps=4, callbacks=[Poison()])
+    trainer.fit(module, datamodule=make_data())
+    assert trainer.global_step == 4
+    assert all(torch.isfinite(tensor).all() for tensor in weights_of(module).values())
+
+
+def test_learning_raises_the_reward(make_module: Callable, make_data: Callable, make_trainer: Callable) -> None:
+    recorder = Recorder()
+    data = make_data(sampling=Sampling(max_tokens=6, completions=8))
+    gentle = make_module(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3))
+    make_trainer(max_steps=20, callbacks=[recorder]).fit(gentle, datamodule=data)
+    rewards = [step["reward/even"] for step in recorder.steps]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+
+
+def test_held_out_prompts_are_scored_before_the_first_step_and_on_schedule(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    trainer = make_trainer(max_steps=4)
+    trainer.fit(make_module(), datamodule=make_data(val={"letters": Letters(5)}))
+    rows = trainer.logger.experiment.metrics
+    scored = {row["step"]: row for row in rows if "val/letters/greedy" in row}
+    assert sorted(scored) == [0, 2, 4]
+    assert all(0 <= row["val/letters/avg@2"] <= 1 for row in scored.values())
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": Sampling(temperature=0.0)}, "data.sampling.temperature"),
+        ({"sampling": Sampling(completions=1)}, "data.sampling.completions"),
+        ({"num_updates": 5}, "data.num_updates"),
+        ({"prompts_per_rollout": 13}, "data.prompts_per_rollout"),
+        ({"max_prompt_tokens": 600}, "data.max_prompt_tokens"),
+    ],
+)
+def test_impossible_settings_are_refused_before_a_model_is_loaded(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, changes: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer().fit(make_module(), datamodule=make_data(**changes))
+
+
+def test_the_sampler_as_old_policy_and_a_correction_for_it_contradict(make_module: Callable) -> None:
+    with pytest.raises(ConfigError, match=r"old_policy: sampler.*TruncatedIS"):
+        make_module(old_policy="sampler", objective=Objective(corrections=[TruncatedIS()]))
