@@ -45,7 +45,7 @@ PINNED: dict[str, tuple] = {
     "gmpo": (STD, GeometricMean(0.4, 0.4), None, SequenceMean(), (), ()),
     "cispo": (STD, CISPO(1.0, 4.0), None, TokenMean(), (), ()),
     "sapo": (STD, SAPO(1.0, 1.05), None, SequenceMean(), (), ()),
-    "dppo": (STD, DPPO("tv", 0.15, 0.15, "sampler"), None, TokenMean(), (), ()),
+    "dppo": (STD, DPPO("tv", 0.15, 0.15, 20.0, "sampler"), None, TokenMean(), (), ()),
     "gdpo": (GDPOAdvantage(), TokenClip(0.2, 0.2), None, TokenMean(), (), ()),
     "olmo3": (MEAN_ONLY, TokenClip(0.2, 0.272), None, TokenMean(), (TruncatedIS(2.0),), (ZeroSignalFilter(),)),
     "deepseek_v32": (

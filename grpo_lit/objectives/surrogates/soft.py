@@ -45,16 +45,19 @@ class SAPO(Surrogate):
 class DPPO(Surrogate):
     """Divergence PPO: a token is left out once the policy's distribution moved too far, not its ratio.
 
-    f = r A, and 0 where D > delta and the update would go on outwards (r > 1 with A > 0, r < 1 with A < 0)
+    f = sg(min(r, cap)) A logp, and 0 where D > delta and the update would go on outwards (r > 1 with A > 0, r < 1 with
+    A < 0)
 
-    D is that of the two-outcome distribution (this token, any other): with p the policy's and q the anchor's
-    probability, tv = |p - q| and kl = q ln(q / p) + (1 - q) ln((1 - q) / (1 - p)). A rare token may so change its ratio
-    much, and a likely one little. Paper: DPPO (arXiv 2602.04879), which anchors at the sampler.
+    Up to the cap its gradient is that of r A. D is that of the two-outcome distribution (this token, any other): with p
+    the policy's and q the anchor's probability, tv = |p - q| and kl = q ln(q / p) + (1 - q) ln((1 - q) / (1 - p)). A
+    rare token may so change its ratio much, and a likely one little. Paper: DPPO (arXiv 2602.04879), which anchors at
+    the sampler.
 
     Args:
         divergence: ``tv`` or ``kl``.
         delta_low: Largest divergence for A < 0; of use are about 0.15 for ``tv`` and 0.05 for ``kl``.
         delta_high: Largest divergence for A > 0.
+        cap: Largest ratio that weighs a token.
         anchor: Whose ratio r and divergence D are: ``sampler``, the engine's policy (the paper), whose gap is then paid
             for here and not by a correction; or ``old``, the old policy.
     """
@@ -62,11 +65,14 @@ class DPPO(Surrogate):
     divergence: Literal["tv", "kl"] = "tv"
     delta_low: float = 0.15
     delta_high: float = 0.15
+    cap: float = 20.0
     anchor: Literal["sampler", "old"] = "sampler"
 
     def __post_init__(self) -> None:
         """Refuse bounds that are no bounds."""
         refuse_negative(self, delta_low=self.delta_low, delta_high=self.delta_high)
+        if not self.cap >= 1:
+            raise ConfigError(f"`cap` of DPPO expected to be >= 1, but got {self.cap}: it cuts on-policy tokens")
 
     @property
     def pays_sampler_ratio(self) -> bool:
@@ -76,11 +82,12 @@ class DPPO(Surrogate):
     def __call__(self, terms: Terms) -> SurrogateOutput:
         """Return the value; see the class."""
         anchor = terms.sampler_logprobs if self.anchor == "sampler" else terms.old_logprobs
-        log_ratio = terms.logprobs - anchor
+        log_ratio = (terms.logprobs - anchor).detach()
         distance = self._distance(terms.logprobs.detach(), anchor)
         low = (distance > self.delta_low) & (log_ratio < 0) & (terms.advantages < 0)
         high = (distance > self.delta_high) & (log_ratio > 0) & (terms.advantages > 0)
-        value = tangent_exp(log_ratio) * terms.advantages
+        weight = tangent_exp(log_ratio).clamp(max=self.cap)
+        value = weight * terms.advantages * terms.logprobs
         return SurrogateOutput(torch.where(low | high, 0.0, value), low, high)
 
     def _distance(self, logprobs: TokenFloat, anchor: TokenFloat) -> TokenFloat:

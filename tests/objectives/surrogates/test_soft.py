@@ -53,10 +53,24 @@ def test_dppo_tv_by_hand(make_terms, dtype):
     out, grad = gradient(moved_terms(make_terms, dtype), DPPO(delta_low=0.2, delta_high=0.2))
     assert out.clipped_high.tolist() == [True, False, False, False, False, False]
     assert out.clipped_low.tolist() == [False, False, True, False, False, False]
-    # Elsewhere r A with gradient r A: r = p / .5.
+    # Elsewhere the gradient is r A with r = p / .5, and the value that times logp.
     expected = torch.tensor([0.0, 1.2, 0.0, -0.8, 0.4, -1.6], dtype=dtype)
-    torch.testing.assert_close(out.value, expected)
     torch.testing.assert_close(grad, expected)
+    torch.testing.assert_close(out.value, expected * torch.tensor(MOVED, dtype=dtype).log())
+
+
+def test_dppo_weighs_no_token_more_than_the_cap(make_terms, dtype):
+    # r = .8 / .01 = 80 with A = -1: kept, since the token moved up, and weighed 20.
+    terms = make_terms(
+        [0.0],
+        -1.0,
+        dtype=dtype,
+        logprobs=torch.tensor([0.8], dtype=dtype).log().requires_grad_(),
+        sampler_logprobs=torch.tensor([0.01], dtype=dtype).log(),
+    )
+    for cap, weight in ((20.0, 20.0), (100.0, 80.0)):
+        _, grad = gradient(terms, DPPO(cap=cap))
+        torch.testing.assert_close(grad, torch.tensor([-weight], dtype=dtype))
 
 
 def test_dppo_kl_by_hand(make_terms, dtype):
@@ -72,12 +86,12 @@ def test_dppo_kl_by_hand(make_terms, dtype):
 
 def test_dppo_anchor_chooses_whose_ratio(make_terms):
     low = torch.full((6,), 0.1).log()
-    by_sampler, _ = gradient(moved_terms(make_terms, torch.float32, sampler_logprobs=low), DPPO(delta_high=1.0))
-    by_old, _ = gradient(
+    _, by_sampler = gradient(moved_terms(make_terms, torch.float32, sampler_logprobs=low), DPPO(delta_high=1.0))
+    _, by_old = gradient(
         moved_terms(make_terms, torch.float32, sampler_logprobs=low), DPPO(delta_high=1.0, anchor="old")
     )
-    assert by_sampler.value[1].item() == pytest.approx(6.0)
-    assert by_old.value[1].item() == pytest.approx(1.2)
+    assert by_sampler[1].item() == pytest.approx(6.0)
+    assert by_old[1].item() == pytest.approx(1.2)
     assert DPPO().pays_sampler_ratio
     assert not DPPO(anchor="old").pays_sampler_ratio
 
@@ -99,6 +113,7 @@ def test_dppo_is_finite_where_a_token_is_certain(make_terms, dtype, divergence):
         (lambda: SAPO(negative=-1.0), "`negative` of SAPO"),
         (lambda: DPPO(delta_low=-1.0), "`delta_low` of DPPO"),
         (lambda: DPPO(delta_high=float("nan")), "`delta_high` of DPPO"),
+        (lambda: DPPO(cap=0.5), "`cap` of DPPO"),
     ],
 )
 def test_bounds_that_are_none_are_refused(make, key):
