@@ -31,7 +31,7 @@ ADVANTAGES = [1.5, -0.5, -1.0, 0.7]
 
 @pytest.fixture
 def verl():
-    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="peer not installed: verl", exc_type=ImportError)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_verl_averages(verl, make_batch, alone, flat, part, mode, options):
 
 
 def test_trl_off_policy_mask(make_terms, flat):
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed", exc_type=ImportError)
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="peer not installed: trl", exc_type=ImportError)
     terms = make_terms(flat, ADVANTAGES, LENGTHS, torch.float64)
     for delta in (0.0, 0.1, 0.5):
         theirs = trainer.GRPOTrainer.get_off_policy_mask(
