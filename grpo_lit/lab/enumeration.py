@@ -8,8 +8,10 @@ gradient of the real ``Objective`` on a real ``TokenBatch``, one group being one
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,14 +21,10 @@ from grpo_lit.batch import TokenBatch
 from grpo_lit.errors import ConfigError
 from grpo_lit.lab.world import Policies, World, entropy_of
 from grpo_lit.objectives import Counts, Objective
+from grpo_lit.shapes import SequenceInt
 
 #: More steps than this take minutes and gigabytes.
 MAX_STEPS = 60_000
-
-
-#: Fields of a batch with one entry per group; per token of a prompt; per completion token. The others are per sequence.
-_PER_GROUP, _PER_PROMPT_TOKEN = ("prompt_lengths",), ("prompt_ids",)
-_PER_TOKEN = ("token_ids", "sampler_logprobs", "old_logprobs", "reference_logprobs", "old_entropy", "selected")
 
 
 @dataclass(frozen=True)
@@ -47,35 +45,66 @@ class Steps:
     step: Int[Tensor, "N"]
     probability: Float[Tensor, "M"]
 
-    def split(self) -> Iterator[TokenBatch]:
-        """Yield every step as a batch of its own."""
-        batch, number = self.batch, len(self.probability)
-        groups = torch.bincount(self.step, minlength=number)
-        of_sequence = self.step[batch.group]
-        sizes = dict.fromkeys(_PER_GROUP, groups)
-        sizes |= dict.fromkeys(_PER_PROMPT_TOKEN, torch.zeros_like(groups).index_add(0, self.step, batch.prompt_lengths))
-        sizes |= dict.fromkeys(_PER_TOKEN, torch.zeros_like(groups).index_add(0, of_sequence, batch.lengths))
-        sequences = torch.bincount(of_sequence, minlength=number)
-        local = replace(batch, group=batch.group - (groups.cumsum(0) - groups)[of_sequence])
-        names = _tensors(batch)
-        pieces = [getattr(local, name).split(sizes.get(name, sequences).tolist()) for name in names]
-        for piece in zip(*pieces, strict=True):
-            yield replace(batch, **dict(zip(names, piece, strict=True)))
+    @cached_property
+    def members(self) -> tuple[SequenceInt, ...]:
+        """Return the sequences of each step."""
+        sizes = torch.bincount(self.step[self.batch.group], minlength=len(self.probability))
+        return torch.arange(len(self.batch.group)).split(sizes.tolist())
 
     def prepared(self, objective: Objective) -> "Steps":
-        """Return the steps as the learner sees them, each treated alone: advantages, filters, selection, weights."""
-        batches = []
-        for step in self.split():
-            step = replace(step, advantages=objective.advantages(step, _one_process))
-            step = objective.filtered(step)
-            step = replace(step, selected=objective.selected(step, _one_process))
-            batches.append(replace(step, weights=objective.weights(step, Counts.of(step, _one_process))))
-        groups = torch.tensor([len(batch.prompt_lengths) for batch in batches])
-        step = torch.repeat_interleave(torch.arange(len(batches)), groups)
-        joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in _tensors(batches[0])}
-        members = torch.tensor([len(batch.group) for batch in batches])
-        joined["group"] = joined["group"] + torch.repeat_interleave(groups.cumsum(0) - groups, members)
-        return replace(self, batch=replace(batches[0], **joined), step=step)
+        """Return the steps as the learner sees them, each treated alone: advantages, filters, selection, weights.
+
+        Steps that look the same to the objective's parts are treated once.
+        """
+        # What reads tokens meets no two steps alike: each is its own.
+        keys: Iterable[bytes | int] = range(len(self.members)) if _reads_tokens(objective) else self._looks
+        known: dict[bytes | int, TokenBatch] = {}
+        ready = []
+        for key, sequences in zip(keys, self.members, strict=True):
+            if key not in known:
+                # The tag tells afterwards which sequences the filters kept.
+                tag = torch.arange(len(sequences))
+                known[key] = prepare(objective, replace(self.batch.select(sequences), weight_version=tag))
+            ready.append((sequences, known[key]))
+        kept = torch.cat([sequences[batch.weight_version] for sequences, batch in ready])
+        added: dict[str, Any] = {
+            name: torch.cat([getattr(batch, name) for _, batch in ready])
+            for name in ("advantages", "weights", "selected")
+            if getattr(ready[0][1], name) is not None
+        }
+        batch = replace(self.batch.select(kept), **added)
+        return replace(self, batch=batch, step=self.step[self.batch.group[kept].unique()])
+
+    @cached_property
+    def _looks(self) -> list[bytes]:
+        """Return for each step all that a part may read of it before the loss, but for its tokens."""
+        batch, truncated = self.batch, cast("Tensor", self.batch.truncated)
+        per_sequence = [batch.group - batch.group[self._first], batch.lengths, batch.rewards, truncated, batch.domain]
+        table = torch.cat([torch.stack(per_sequence, -1).double(), batch.scores], -1)
+        return [piece.numpy().tobytes() for piece in table.split([len(m) for m in self.members])]
+
+    @property
+    def _first(self) -> SequenceInt:
+        """First sequence of each sequence's step."""
+        return torch.cat([members[:1].expand(len(members)) for members in self.members])
+
+
+def prepare(objective: Objective, batch: TokenBatch) -> TokenBatch:
+    """Return one optimizer step with advantages and weights, without the sequences that the filters drop."""
+    batch = objective.filtered(replace(batch, advantages=objective.advantages(batch, _one_process)))
+    batch = replace(batch, selected=objective.selected(batch, _one_process))
+    return replace(batch, weights=objective.weights(batch, Counts.of(batch, _one_process)))
+
+
+def _reads_tokens(objective: Objective) -> bool:
+    """Return whether advantages, filters, selection or weights may look at tokens or log-probs.
+
+    The library's own parts look at rewards, scores, lengths, truncation and domains, but for those asked here. What a
+    part from elsewhere looks at is not known.
+    """
+    parts = (objective.advantage, objective.reduction, *objective.filters)
+    foreign = any(not type(part).__module__.startswith("grpo_lit.") for part in parts)
+    return foreign or objective.needs_old_entropy or objective.needs_reference_before_advantages
 
 
 @dataclass(frozen=True)
@@ -171,7 +200,3 @@ def estimate(objective: Objective, steps: Steps) -> Estimate:
 
 def _one_process(values: Tensor) -> Tensor:
     return values
-
-
-def _tensors(batch: TokenBatch) -> list[str]:
-    return [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]

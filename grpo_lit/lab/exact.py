@@ -15,8 +15,7 @@ def sequence_kl_gradient(
     KL = mean_x sum_y pi(y) log(pi(y) / ref(y))
     """
     leaf = logits.detach().requires_grad_()
-    logprobs, other = world.completion_logprobs(leaf), world.completion_logprobs(reference)
-    return torch.autograd.grad((logprobs.exp() * (logprobs - other)).sum(-1).mean(), leaf)[0]
+    return torch.autograd.grad(world.divergence(leaf, reference), leaf)[0]
 
 
 def context_probability(world: World, logits: Float[Tensor, "C V"]) -> Float[Tensor, "C"]:

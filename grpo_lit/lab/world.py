@@ -37,7 +37,7 @@ def count_and_stop(prompt: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
 class World:
     """Prompts, completions and their rewards.
 
-    Axes: ``X`` prompts, ``Y`` completions of a prompt, ``C`` contexts (a prompt and a prefix), ``V`` tokens, ``K`` rewards.
+    Axes: ``X`` prompts, ``Y`` completions of a prompt, ``C`` contexts (a prompt and a prefix), ``V`` tokens.
 
     Attributes:
         vocabulary: V, the end token included.
@@ -144,6 +144,11 @@ class World:
         """Return the exact gradient of J."""
         leaf = logits.detach().requires_grad_()
         return torch.autograd.grad(self.expected_reward(leaf), leaf)[0]
+
+    def divergence(self, first: Float[Tensor, "C V"], second: Float[Tensor, "C V"]) -> Float[Tensor, ""]:
+        """Return KL(first || second) between whole completions, the mean over prompts [nats]."""
+        logprobs, other = self.completion_logprobs(first), self.completion_logprobs(second)
+        return (logprobs.exp() * (logprobs - other)).sum(-1).mean()
 
     def batch(self, prompt: Int[Tensor, "N"], members: Int[Tensor, "N G"], policies: "Policies") -> TokenBatch:
         """Return groups of completions as the learner gets them, in float64.

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from grpo_lit.lab.enumeration import Steps, prepare
 from grpo_lit.lab.world import World
+from grpo_lit.objectives import Objective
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +19,7 @@ def logits(world: World) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def scores_of():
-    """Grad log pi(y|x) of every completion [X Y D], by plain loops over its tokens: the lab's chain rule has no part in it."""
+    """Grad log pi(y|x) of every completion [X Y D], by plain loops over tokens, without the lab's chain rule."""
 
     def scores_of(world: World, logits: torch.Tensor) -> torch.Tensor:
         probs = logits.softmax(-1)
@@ -31,3 +33,23 @@ def scores_of():
         return result.flatten(2)
 
     return scores_of
+
+
+@pytest.fixture(scope="session")
+def through_theta():
+    def through_theta(objective: Objective, steps: Steps, every: int) -> torch.Tensor:
+        """Gradients of some steps, each alone, by autograd from the loss to the logits: no batching, no chain rule."""
+        result = []
+        for members in steps.members[::every]:
+            batch, leaf = (
+                prepare(objective, steps.batch.select(members)),
+                steps.policies.current.clone().requires_grad_(),
+            )
+            table = leaf.log_softmax(-1)
+            contexts = steps.world.token_contexts(batch.prompt_ids[batch.group], batch.token_ids, batch.lengths)
+            entropy = torch.distributions.Categorical(logits=leaf).entropy()[contexts]
+            loss = objective.loss(batch, table[contexts, batch.token_ids], entropy).loss
+            result.append(-torch.autograd.grad(loss, leaf)[0].flatten())
+        return torch.stack(result)
+
+    return through_theta

@@ -1,7 +1,7 @@
 """What advantages and reductions do to the expected gradient, against theory.
 
-Notation: one prompt at a time, s_i = grad log pi(y_i) = sum_t grad log pi(y_it | y_i<t), R_i = R(y_i), all i.i.d. from pi,
-E[s] = 0 and E[R s] = grad J. On-policy the surrogates have value gradient A_i grad log pi per token, so a step of one group
+Notation: one prompt at a time, s_i = grad log pi(y_i) = sum_t grad log pi(y_it | y_i<t), R_i = R(y_i), all i.i.d. from
+pi, E[s] = 0 and E[R s] = grad J. On-policy a surrogate has gradient A_i grad log pi per token, so a step of one group
 gives g = sum_i w_i A_i s_i.
 """
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_lit.lab.enumeration import estimate, single_group_steps
-from grpo_lit.lab.world import EOS, Policies, World
+from grpo_lit.lab.world import Policies, World
 from grpo_lit.objectives import ConstantLength, GroupAdvantage, Objective, SequenceMean, TokenMean
 from grpo_lit.objectives.advantages import STD_EPS
 
@@ -83,9 +83,10 @@ def test_token_mean_against_a_plain_sum_over_ordered_groups(world, logits, score
 def std_factor(success: float, size: int) -> float:
     """E[g] / (grad J / L) of the group-std advantage for a right-or-wrong reward with this chance of success.
 
-    With k of G right: mean k/G, variance k (G-k) / (G (G-1)), sigma its root plus eps. Given k, a right member's score has
-    mean grad p / p and a wrong one's - grad p / (1 - p), hence
-    E[g | k] = 1/(G L) [k (1 - k/G) / p + (G - k) (k/G) / (1-p)] / sigma grad p = 1/(G^2 L) k (G - k) / (sigma p (1-p)) grad p.
+    With k of G right: mean k/G, variance k (G-k) / (G (G-1)), sigma its root plus eps. Given k, a right member's score
+    has mean grad p / p and a wrong one's - grad p / (1 - p), hence
+    E[g | k] = 1/(G L) [k (1 - k/G) / p + (G - k) (k/G) / (1-p)] / sigma grad p
+             = 1/(G^2 L) k (G - k) / (sigma p (1-p)) grad p.
     """
     total = 0.0
     for k in range(1, size):
@@ -97,7 +98,7 @@ def std_factor(success: float, size: int) -> float:
 
 @pytest.fixture(scope="module")
 def easy_and_hard() -> tuple[World, torch.Tensor]:
-    """Tokens {end, 1}, completions (end), (1, end), (1, 1): the easy prompt takes 1 first, the hard one (1, 1) alone."""
+    """Tokens {end, 1}, completions (end), (1, end), (1, 1): right is to say 1 first, for the hard prompt (1, 1)."""
 
     def right(prompt: int, tokens: tuple[int, ...]) -> tuple[float]:
         return (float(tokens == (1, 1)) if prompt else float(tokens[0] == 1),)

@@ -35,7 +35,9 @@ def expected(corrections: list[Correction], world: World, logits: torch.Tensor, 
 
 @pytest.fixture(scope="module")
 def one_token() -> tuple[World, torch.Tensor, torch.Tensor]:
-    world = World(vocabulary=4, max_length=1, scorer=lambda _, tokens: (float(tokens[0] ** 2),), score_names=("square",))
+    world = World(
+        vocabulary=4, max_length=1, scorer=lambda _, tokens: (float(tokens[0] ** 2),), score_names=("square",)
+    )
     return world, world.random_logits(1.0, 1), world.random_logits(1.0, 2)
 
 

@@ -1,8 +1,8 @@
 """What each estimate of the KL does to the expected gradient, against theory.
 
-Notation: l_t = log pi(y_t | c_t), q_t = log ref(y_t | c_t) - l_t, with c_t the prompt and the tokens before t. The reward is
-the same for every completion, so advantages are 0 and only the penalty is left; w = 1/G, so a step's gradient is minus the
-mean over its members of sum_t dk_t/dl_t grad l_t. All is exact, so G = 1 serves as well as any.
+Notation: l_t = log pi(y_t | c_t), q_t = log ref(y_t | c_t) - l_t, with c_t the prompt and the tokens before t. The
+reward is the same for every completion, so advantages are 0 and only the penalty is left; w = 1/G, so a step's gradient
+is minus the mean over its members of sum_t dk_t/dl_t grad l_t. All is exact, so G = 1 serves as well as any.
 """
 
 import pytest
@@ -104,8 +104,8 @@ def test_k2_is_the_whole_kl_for_one_token():
 
 
 def test_k3_is_the_forward_kl(silent, on_policy):
-    # dk3/dl = 1 - exp(q) = 1 - ref/pi: E_v[(1 - ref/pi) grad l] = -sum_v ref(v) grad log pi(v) = pi - ref in logits, the
-    # gradient of KL(ref(.|c) || pi(.|c)), in every context as often as the policy passes it.
+    # dk3/dl = 1 - exp(q) = 1 - ref/pi: E_v[(1 - ref/pi) grad l] = -sum_v ref(v) grad log pi(v) = pi - ref in logits,
+    # the gradient of KL(ref(.|c) || pi(.|c)), in every context as often as the policy passes it.
     often = context_probability(silent, on_policy.current)[:, None]
     want = often * (on_policy.current.softmax(-1) - on_policy.reference.softmax(-1))
     got = penalty_gradient(K3(beta=1.0), silent, on_policy)
@@ -115,8 +115,8 @@ def test_k3_is_the_forward_kl(silent, on_policy):
 
 
 def test_k3_equals_the_kl_near_the_reference(silent, on_policy):
-    # Both KLs have the Fisher matrix as Hessian, so k3 and k2 agree to first order in the distance h: their gap over the
-    # gradient's own size falls with h.
+    # Both KLs have the Fisher matrix as Hessian, so k3 and k2 agree to first order in the distance h: their gap over
+    # the gradient's own size falls with h.
     def gap(h: float) -> float:
         near = Policies(on_policy.current, on_policy.current, reference=on_policy.current + h * on_policy.reference)
         k2, k3 = (penalty_gradient(part, silent, near) for part in (K2(beta=1.0), K3(beta=1.0)))
@@ -148,11 +148,9 @@ def test_ratio_weighted_k2_is_not_the_kl(silent, on_policy):
 
 
 def test_k1_in_the_reward_is_the_whole_kl(silent, on_policy):
-    # R_i = const - beta sum_t k1_it with the group mean as baseline: (G-1)/G times the gradient of E[R] with the penalty
-    # held, and that is -beta E[s sum_t k1_t] = -beta grad KL(whole), since the gradient of k1 itself has mean 0.
-    objective = Objective(
-        GroupAdvantage("none"), reduction=ConstantLength(1), divergence=K1(beta=0.5, place="reward")
-    )
+    # R_i = const - beta sum_t k1_it with the group mean as baseline: (G-1)/G times the gradient of E[R] with the
+    # penalty held, and that is -beta E[s sum_t k1_t] = -beta grad KL(whole): the gradient of k1 itself has mean 0.
+    objective = Objective(GroupAdvantage("none"), reduction=ConstantLength(1), divergence=K1(beta=0.5, place="reward"))
     got = estimate(objective, single_group_steps(silent, on_policy, 2)).mean
     whole = sequence_kl_gradient(silent, on_policy.current, on_policy.reference)
     close(got, -0.5 / 2 * whole)

@@ -66,8 +66,8 @@ def test_one_prompt_is_only_scaled(two, signal, truth):
 
 def test_replacing_by_new_prompts_keeps_the_direction(two, signal, truth):
     # Draw a prompt, draw its group, start again without signal: P(x | kept) = P_x / sum P, so
-    # E = sum_x P_x / (P_1 + P_2) h_x / P_x = (h_1 + h_2) / (P_1 + P_2): prompts with signal come more often, and weigh less
-    # each time. The estimand is the truth over the mean chance of signal.
+    # E = sum_x P_x / (P_1 + P_2) h_x / P_x = (h_1 + h_2) / (P_1 + P_2): prompts with signal come more often, and weigh
+    # less each time. The estimand is the truth over the mean chance of signal.
     world, policies = two
     got = estimate(OBJECTIVE, single_group_steps(world, policies, SIZE, dynamic_sampling=True)).mean
     torch.testing.assert_close(got, truth.sum(0) / signal.sum(), rtol=0, atol=1e-14)
@@ -91,7 +91,7 @@ def test_redrawing_the_same_prompt_turns_towards_hard_ones(two, signal, truth):
 
 
 def pairs(world: World, policies: Policies, drop: bool) -> Steps:
-    """Steps of one group of each prompt; with ``drop``, groups without signal leave the step and nothing replaces them."""
+    """Steps of one group of each prompt; with ``drop``, groups without signal leave and nothing replaces them."""
     members, probability = multisets(world, policies.sampler, SIZE)
     kept_prompts, kept_members, step, chance = [], [], [], []
     for n, (first, second) in enumerate(itertools.product(range(len(members)), repeat=2)):
