@@ -79,7 +79,7 @@ def test_a_prompt_without_a_template_has_no_tags():
 )
 def test_extraction_takes_linear_time(piece):
     text = piece * (200_000 // len(piece))
-    started = time.perf_counter()
+    started = time.process_time()
     for extract in (last_boxed, last_tagged, last_line):
         extract(text)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1

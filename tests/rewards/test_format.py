@@ -101,9 +101,9 @@ def test_only_the_format_earns_full_marks(pieces):
 )
 def test_200_kb_take_linear_time(piece, start, end):
     text = start + piece * (200_000 // len(piece)) + end
-    started = time.perf_counter()
+    started = time.process_time()
     score(text)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("credit", [-0.1, 0.3])

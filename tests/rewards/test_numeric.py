@@ -191,6 +191,6 @@ def test_no_text_breaks_the_reader(text):
 @pytest.mark.parametrize("end", ["", "x", "/1", "2"])
 def test_reading_takes_linear_time(piece, end):
     text = piece * (200_000 // len(piece)) + end
-    started = time.perf_counter()
+    started = time.process_time()
     last_number(text)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
