@@ -69,7 +69,7 @@ class GroupAdvantage(Advantage):
         if self.scale == "group_std":
             centred = centred / (std[group] + STD_EPS)
         elif self.scale == "batch_std":
-            centred = centred / (_global_std(centred, sum_ranks) + STD_EPS)
+            centred = centred / (_batch_std(centred, sum_ranks) + STD_EPS)
         return centred.to(batch.rewards.dtype)
 
 
@@ -106,7 +106,7 @@ class GDPOAdvantage(Advantage):
             group, groups = batch.group[has], len(batch.prompt_lengths)
             centred, std = _centre(batch.scores[has, k].double(), group, groups)
             total[has] += weight * centred / (std[group] + STD_EPS)
-        return (total / (_global_std(total, sum_ranks) + STD_EPS)).to(batch.rewards.dtype)
+        return (total / (_batch_std(total, sum_ranks) + STD_EPS)).to(batch.rewards.dtype)
 
     def _weights(self, batch: TokenBatch) -> list[float]:
         columns = batch.scores.shape[1]
@@ -144,8 +144,7 @@ def _centre(values: Tensor, group: SequenceInt, groups: int) -> tuple[Tensor, Te
     return centred, variance.sqrt()
 
 
-def _global_std(values: Tensor, sum_ranks: SumRanks) -> Tensor:
-    """Return the sample standard deviation over all ranks, in two passes (E[x^2] - E[x]^2 cancels)."""
-    count, total = sum_ranks(torch.stack([values.new_tensor(len(values)), values.sum()])).unbind()
-    squares = sum_ranks(((values - total / count.clamp(min=1)) ** 2).sum())
+def _batch_std(centred: Tensor, sum_ranks: SumRanks) -> Tensor:
+    """Return the sample standard deviation over all ranks of values whose mean is 0, since that of each group is."""
+    squares, count = sum_ranks(torch.stack([(centred**2).sum(), centred.new_tensor(len(centred))])).unbind()
     return (squares / (count - 1).clamp(min=1)).sqrt()
