@@ -10,6 +10,7 @@ mask to forget. A worked example, two completions of one prompt, the second of t
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -135,7 +136,7 @@ class TokenBatch:
             "shadow_advantages",
             "shadow_weights",
         )
-        picked = {name: _pick(getattr(self, name), tokens) for name in per_token}
+        picked: dict[str, Any] = {name: _pick(getattr(self, name), tokens) for name in per_token}
         picked |= {name: _pick(getattr(self, name), sequences) for name in per_sequence}
         return replace(
             self,
@@ -147,7 +148,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "TokenBatch":
         """Return the same batch on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=non_blocking)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)

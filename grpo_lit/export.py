@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32) -
         raise ConfigError(f"`checkpoint` expected a file written by grpo-lit fit, but {checkpoint} is not")
     source = state["grpo_lit"]["checkpoint"]
     weights = {name.removeprefix(_PREFIX): t for name, t in state["state_dict"].items() if name.startswith(_PREFIX)}
-    model = load_model(source)
+    model: Any = load_model(source)  # transformers wraps `to`, and its wrapper hides the arguments
     model.load_state_dict(weights)
     model.to(dtype).save_pretrained(target)
     load_tokenizer(source).save_pretrained(target)
@@ -47,7 +48,9 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32) -
 def main() -> None:
     """Command line of ``scripts/export``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file of a run, e.g. runs/NAME/version_0/checkpoints/last.ckpt")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a .ckpt file of a run, e.g. runs/NAME/version_0/checkpoints/last.ckpt"
+    )
     parser.add_argument("target", type=Path, help="the folder to write")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="of the written weights")
     arguments = parser.parse_args()

@@ -216,8 +216,8 @@ class GRPOModule(LightningModule):
         optimizer = self.optimizers()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         limit = math.inf if self.gradient_clip_norm is None else self.gradient_clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        total = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
         learning_rate = optimizer.param_groups[0]["lr"]
         # Gradients are already averaged over ranks, so every rank comes to the same verdict.
         moved = output.micro_batches > 0 and math.isfinite(norm)

@@ -25,7 +25,7 @@ class Ranks:
     @property
     def rank(self) -> int:
         """Index of this one."""
-        return self._strategy.global_rank
+        return int(getattr(self._strategy, "global_rank", 0))
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, elementwise."""

@@ -1,6 +1,6 @@
 """What is logged of a rollout before anything is trained on it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -41,5 +41,5 @@ def _zero_signal(group: Group) -> bool:
     return not rewards or max(rewards) == min(rewards)
 
 
-def _floats(values) -> torch.Tensor:
+def _floats(values: Iterable[float | None]) -> torch.Tensor:
     return torch.tensor([float(value) for value in values if value is not None])

@@ -4,6 +4,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.objectives.corrections import Correction
+from grpo_lit.objectives.surrogates import Surrogate
 
 if TYPE_CHECKING:
     from grpo_lit.objectives.objective import Objective
@@ -24,7 +26,8 @@ def _ratio_paid_once(objective: "Objective") -> None:
     twice = [name for name, count in Counter(map(_name, objective.corrections)).items() if count > 1]
     if twice:
         raise ConfigError(f"`corrections` expected each part once, but got {twice[0]} twice: keep the stricter one")
-    payers = [part for part in (objective.surrogate, *objective.corrections) if part.pays_sampler_ratio]
+    parts: list[Surrogate | Correction] = [objective.surrogate, *objective.corrections]
+    payers = [part for part in parts if part.pays_sampler_ratio]
     if len(payers) > 1:
         first, second = payers[:2]
         raise ConfigError(

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_lit.errors import EngineError
 from grpo_lit.policy.checkpoint import load_model, load_tokenizer
-from grpo_lit.rollout import Completion, Request, Sampling
+from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,8 +100,8 @@ class TransformersEngine(Engine):
         return [self._completion(t, p) for t, p in zip(tokens, logprobs, strict=True)]
 
     def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = "stop" if tokens and tokens[-1] in self._stops else "length"
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        reason: FinishReason = "stop" if tokens and tokens[-1] in self._stops else "length"
         return Completion(tuple(tokens), tuple(logprobs), text, reason, self.weight_version or 0)
 
     @torch.inference_mode()
