@@ -1,19 +1,28 @@
+"""What the lab's tests share.
+
+Nothing of grpo_lit is imported at the top: shapes are checked in modules that are imported after this file only.
+"""
+
 import pytest
 import torch
 
-from grpo_lit.lab.enumeration import Steps, prepare
-from grpo_lit.lab.world import World
-from grpo_lit.objectives import Objective
+
+@pytest.fixture(autouse=True)
+def _one_thread(_same_start: None) -> None:
+    """Hand tiny tensors to no second thread, which costs more than the work; every test starts with its own number."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def world() -> World:
+def world():
     """Two prompts, tokens {end, 1, 2}, length up to 2: 3 prefixes and 7 completions of each prompt."""
+    from grpo_lit.lab.world import World
+
     return World(vocabulary=3, max_length=2, prompts=2)
 
 
 @pytest.fixture(scope="session")
-def logits(world: World) -> torch.Tensor:
+def logits(world) -> torch.Tensor:
     return world.random_logits(scale=1.0, seed=3)
 
 
@@ -21,7 +30,7 @@ def logits(world: World) -> torch.Tensor:
 def scores_of():
     """Grad log pi(y|x) of every completion [X Y D], by plain loops over tokens, without the lab's chain rule."""
 
-    def scores_of(world: World, logits: torch.Tensor) -> torch.Tensor:
+    def scores_of(world, logits: torch.Tensor) -> torch.Tensor:
         probs = logits.softmax(-1)
         result = torch.zeros(world.prompts, len(world.completions), *logits.shape, dtype=torch.float64)
         for x in range(world.prompts):
@@ -37,18 +46,18 @@ def scores_of():
 
 @pytest.fixture(scope="session")
 def through_theta():
-    def through_theta(objective: Objective, steps: Steps, every: int) -> torch.Tensor:
-        """Gradients of some steps, each alone, by autograd from the loss to the logits: no batching, no chain rule."""
+    """Gradients of some steps, each alone, by autograd from the loss to the logits: no batching, no chain rule."""
+    from grpo_lit.lab.enumeration import prepare
+
+    def through_theta(objective, steps, every: int) -> torch.Tensor:
         result = []
         for members in steps.members[::every]:
-            batch, leaf = (
-                prepare(objective, steps.batch.select(members)),
-                steps.policies.current.clone().requires_grad_(),
-            )
-            table = leaf.log_softmax(-1)
+            batch = prepare(objective, steps.batch.select(members))
+            leaf = steps.policies.current.clone().requires_grad_()
             contexts = steps.world.token_contexts(batch.prompt_ids[batch.group], batch.token_ids, batch.lengths)
+            logprobs = leaf.log_softmax(-1)[contexts, batch.token_ids]
             entropy = torch.distributions.Categorical(logits=leaf).entropy()[contexts]
-            loss = objective.loss(batch, table[contexts, batch.token_ids], entropy).loss
+            loss = objective.loss(batch, logprobs, entropy).loss
             result.append(-torch.autograd.grad(loss, leaf)[0].flatten())
         return torch.stack(result)
 
