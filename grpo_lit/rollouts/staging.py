@@ -1,0 +1,209 @@
+"""Tensors handed from one process to another through memory that both see: no disk, no pickled tensors."""
+
+import base64
+import dataclasses
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+#: Memory that the two processes share unless one tensor alone needs more [bytes].
+STAGE_BYTES = 256 * 2**20
+#: Tensors start at multiples of it, so that any dtype can be viewed in place [bytes].
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """Where one tensor lies in the stage.
+
+    Attributes:
+        name: Its name in the state dict.
+        dtype: Its dtype as torch calls it, such as ``bfloat16``.
+        shape: Its shape.
+        offset: First byte in the stage.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the receiver must know to read one stage full of tensors: plain types, sent over its control channel.
+
+    Attributes:
+        address: Where the stage is, in the words of its kind.
+        size: Bytes of the stage.
+        tensors: What lies in it.
+    """
+
+    address: str
+    size: int
+    tensors: list[StagedTensor]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, address: str, size: int, tensors: list[dict[str, object]]) -> "Chunk":
+        """Rebuild what :meth:`to_dict` gave."""
+        return cls(address, size, [StagedTensor(**tensor) for tensor in tensors])  # type: ignore[arg-type]
+
+
+class Stage(ABC):
+    """The sender's side: memory that is filled, read by the receiver, and filled again.
+
+    Args:
+        dtype: Matrices are cast to it while they are copied, so that no second full copy of the weights exists.
+        stage_bytes: Size of the memory; a larger tensor makes it grow.
+    """
+
+    def __init__(self, dtype: torch.dtype, stage_bytes: int = STAGE_BYTES) -> None:
+        self.dtype, self.stage_bytes = dtype, stage_bytes
+        self._memory: UInt8[Tensor, "n"] | None = None
+        self._address = ""
+
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
+        """Copy the tensors into the stage, lazily and in order.
+
+        Args:
+            weights: Names and tensors.
+
+        Yields:
+            What one filling holds. It is overwritten when the next is asked for, so let the receiver finish first.
+        """
+        staged: list[StagedTensor] = []
+        used = 0
+        for name, tensor in weights:
+            dtype = self._wire_dtype(tensor)
+            need = tensor.numel() * dtype.itemsize
+            if staged and used + need > self._size:
+                yield self._chunk(staged)
+                staged, used = [], 0
+            self._grow(need)
+            self._view(used, need).view(dtype).view(tensor.shape).copy_(tensor.detach())
+            staged.append(StagedTensor(name, str(dtype).removeprefix("torch."), list(tensor.shape), used))
+            used += -(-need // _ALIGNMENT) * _ALIGNMENT
+        if staged:
+            yield self._chunk(staged)
+
+    def _wire_dtype(self, tensor: Tensor) -> torch.dtype:
+        # Vectors (norms, biases, router corrections) cost nothing and some are kept in float32 by the receiver.
+        return self.dtype if tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype
+
+    @property
+    def _size(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+    def _view(self, start: int, count: int) -> UInt8[Tensor, "m"]:
+        assert self._memory is not None
+        return self._memory[start : start + count]
+
+    def _grow(self, need: int) -> None:
+        if self._memory is None or need > self._size:
+            size = max(need, self.stage_bytes)
+            self.close()
+            self._memory, self._address = self._allocate(size)
+
+    def _chunk(self, staged: list[StagedTensor]) -> Chunk:
+        self._finish_copies()
+        return Chunk(self._address, self._size, staged)
+
+    @abstractmethod
+    def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
+        """Return memory and the address under which the receiver finds it."""
+
+    @abstractmethod
+    def _finish_copies(self) -> None:
+        """Wait until what was copied can be read by another process."""
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice; a later use allocates anew."""
+        self._memory, self._address = None, ""
+
+
+class SharedMemoryStage(Stage):
+    """A stage in anonymous shared memory: it needs no name in /dev/shm, whose size containers limit, and is gone with
+    its last user, however that user died.
+    """
+
+    def __init__(self, dtype: torch.dtype, stage_bytes: int = STAGE_BYTES) -> None:
+        super().__init__(dtype, stage_bytes)
+        self._descriptor: int | None = None
+
+    def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
+        self._descriptor = os.memfd_create("grpo_lit_weights")
+        os.ftruncate(self._descriptor, size)
+        address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return torch.from_file(address, shared=True, size=size, dtype=torch.uint8), address
+
+    def _finish_copies(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice; a later use allocates anew."""
+        super().close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class CudaStage(Stage):
+    """A stage on the sender's current CUDA device, which the receiver must use too: weights never leave it."""
+
+    def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        memory = torch.empty(size, dtype=torch.uint8, device="cuda")
+        # The handle holds bytes and torch classes; as a string it passes any control channel.
+        return memory, base64.b64encode(pickle.dumps(reduce_tensor(memory))).decode()
+
+    def _finish_copies(self) -> None:
+        torch.cuda.synchronize()
+
+
+class StageReader:
+    """The receiver's side.
+
+    Args:
+        device: Of the receiver's model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._address = ""
+        self._memory: UInt8[Tensor, "n"] | None = None
+
+    def read(self, chunk: Chunk) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors of a chunk, as views: valid until the sender fills the stage again."""
+        memory = self._open(chunk)
+        for staged in chunk.tensors:
+            dtype = getattr(torch, staged.dtype)
+            count = torch.Size(staged.shape).numel() * dtype.itemsize
+            yield staged.name, memory[staged.offset : staged.offset + count].view(dtype).view(staged.shape)
+
+    def _open(self, chunk: Chunk) -> UInt8[Tensor, "n"]:
+        if self._memory is None or chunk.address != self._address:
+            self._memory = None  # the old mapping goes before the new one comes
+            if chunk.address.startswith("/proc/"):
+                self._memory = torch.from_file(chunk.address, shared=True, size=chunk.size, dtype=torch.uint8)
+            else:
+                rebuild, arguments = pickle.loads(base64.b64decode(chunk.address))
+                # Element 6 is the device's index as the sender counts devices.
+                self._memory = rebuild(*arguments[:6], self.device.index or 0, *arguments[7:])
+            self._address = chunk.address
+        return self._memory
+
+    def close(self) -> None:
+        """Forget the mapping."""
+        self._address, self._memory = "", None

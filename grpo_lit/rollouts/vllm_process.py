@@ -1,0 +1,78 @@
+"""The surroundings of vLLM's processes: environment, devices, and an end for every one of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from grpo_lit.errors import ConfigError
+
+#: Variables of a launcher (torchrun, Lightning) that would make vLLM's workers join the learner's process group.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_PREFIX = "TORCHELASTIC_"
+#: How long a process may take to end by itself before it is killed [s].
+_GRACE = 10.0
+
+
+@contextmanager
+def environment(changes: dict[str, str]) -> Iterator[None]:
+    """Change environment variables for processes that start within, and put every variable back.
+
+    vLLM sets variables of its own while it starts (``LD_PRELOAD``, ``LOCAL_WORLD_SIZE``, thread counts); its processes
+    get them, the learner and whatever else it starts later must not.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name in _LAUNCHER or name.startswith(_LAUNCHER_PREFIX):
+            del os.environ[name]
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def own_device(tensor_parallel_size: int) -> dict[str, str]:
+    """Return the variable that keeps an engine on this rank's CUDA device; nothing where there is no CUDA.
+
+    Raises:
+        ConfigError: Several ranks want engines of several devices each.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    if tensor_parallel_size > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"`tensor_parallel_size` expected 1 where several ranks train, each with an engine on its own device, "
+                f"but got {tensor_parallel_size}: set it to 1, or train in one process"
+            )
+        return {}
+    index = torch.cuda.current_device()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Return this process's descendants that belong to vLLM, by the titles it gives them."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "VLLM" in " ".join(process.cmdline()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def end_processes(processes: list[psutil.Process]) -> None:
+    """Wait for processes that are ending, and kill those that do not."""
+    _, alive = psutil.wait_procs(processes, timeout=_GRACE)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=_GRACE)

@@ -1,0 +1,146 @@
+"""What runs inside vLLM's worker process: it takes weights from the stage, and ends when the learner is gone.
+
+vLLM imports this module because :class:`VLLMEngine` names :class:`WorkerExtension` as ``worker_extension_cls``. The
+import registers the weight transfer back end with vLLM's factory and starts the watch over the learner. Not imported by
+the learner, which may have no vLLM.
+"""
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from grpo_lit.rollouts.staging import Chunk, StageReader
+
+#: Name of the back end in ``WeightTransferConfig``.
+BACKEND = "grpo_lit_stage"
+#: Environment variable with the process id of the learner.
+LEARNER_PID = "GRPO_LIT_LEARNER_PID"
+
+
+class WorkerExtension:
+    """Nothing: naming it makes vLLM import this module in each worker."""
+
+
+@dataclass
+class StageInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class StageUpdateInfo(WeightTransferUpdateInfo):
+    """One :class:`Chunk` as plain types.
+
+    Attributes:
+        address: Where the stage is.
+        size: Its bytes.
+        tensors: What lies in it.
+    """
+
+    address: str
+    size: int
+    tensors: list[dict[str, Any]]
+
+
+class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
+    """Loads the weights of a stage in checkpoint format, through vLLM's layerwise reload.
+
+    On CPU vLLM packs the linear layers and empties the originals; the layerwise reload restores, loads and packs again.
+    """
+
+    init_info_cls = StageInitInfo
+    update_info_cls = StageUpdateInfo
+
+    def init_transfer_engine(self, init_info: StageInitInfo) -> None:
+        """Need nothing: each chunk says where it lies."""
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer for new weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._reader = StageReader(self.device)
+        self._received: set[str] = set()
+        self._loaded: set[str] = set()
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StageUpdateInfo) -> None:
+        """Load one chunk."""
+        chunk = Chunk.from_dict(update_info.address, update_info.size, update_info.tensors)
+        self._received.update(tensor.name for tensor in chunk.tensors)
+        # vLLM holds tensors back until their layer is complete, and the next chunk overwrites this one: copy.
+        load_weights = cast("Callable[[Iterable[tuple[str, Tensor]]], set[str]]", self.model.load_weights)
+        self._loaded |= load_weights(_copies(self._reader.read(chunk)))
+
+    def finish_weight_update(self) -> None:
+        """Process what is left, and refuse an incomplete update.
+
+        Raises:
+            ValueError: Parameters of the model got no weight.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        missing = missing_names(self.model, self._loaded, self._received)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._reader.close()
+        if missing and self.model_config.quantization is None:
+            raise ValueError(f"no weights came for {', '.join(missing)}")
+
+    def shutdown(self) -> None:
+        """Hold nothing beyond an update."""
+
+
+def _copies(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor.clone()) for name, tensor in weights)
+
+
+def missing_names(model: nn.Module, loaded: set[str], received: set[str]) -> list[str]:
+    """Return, sorted, the parameters that got no weight or only part of one.
+
+    Args:
+        model: vLLM's model.
+        loaded: Names of its parameters that ``load_weights`` reports.
+        received: Names that were sent.
+    """
+    missing = {name for name, _ in model.named_parameters()} - loaded
+    # A fused parameter (qkv_proj) counts as loaded as soon as one of its parts is: look for the others.
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+        for name in loaded:
+            if f".{fused}." in name:
+                siblings = {name.replace(f".{fused}.", f".{part}.") for part in parts}
+                missing |= siblings - received if siblings & received else set()
+    return sorted(missing)
+
+
+def _end_with(learner: int) -> None:
+    """Wait for the learner's end, then end this process and vLLM's engine process above it.
+
+    vLLM does not notice a learner that was killed: its engine would keep the memory and spin for ever.
+    """
+    parent = os.getppid()
+    descriptor = os.pidfd_open(learner)
+    select.select([descriptor], [], [])
+    if parent != learner and os.getppid() == parent:  # with several workers: vLLM's engine process lies between
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_learner() -> None:
+    """Start the watch over the learner named in the environment, if one is."""
+    learner = os.environ.get(LEARNER_PID)
+    if learner is not None:
+        threading.Thread(target=_end_with, args=(int(learner),), daemon=True, name="grpo-lit-watch").start()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, StageWeightTransfer)
+watch_learner()
