@@ -162,6 +162,8 @@ def test_a_sequence_without_a_selected_token_needs_no_forward(make_batch):
         [1, 0], lengths=[1, 2], advantages=torch.tensor([1.0, -1.0]), selected=torch.tensor([False, False, True])
     )
     assert Objective(selection=TopEntropy()).contributes(batch).tolist() == [False, True]
+    idle = replace(batch, advantages=torch.zeros(2))
+    assert Objective(selection=TopEntropy()).contributes(idle).tolist() == [False, False]
     assert Objective(selection=TopEntropy(), divergence=K3()).contributes(batch).tolist() == [True, True]
 
 

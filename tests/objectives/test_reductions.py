@@ -27,6 +27,13 @@ def test_weights_by_hand(batch, alone, dtype):
         torch.testing.assert_close(part(batch, counts), torch.tensor(expected, dtype=dtype))
 
 
+def test_weights_come_from_the_counts_of_all_ranks(batch, dtype):
+    # The other ranks hold as much again: every weight is half of what this rank alone would give.
+    for part in PARTS:
+        mine, all_ranks = part(batch, Counts(3, 8, 2)), part(batch, Counts(6, 16, 4))
+        torch.testing.assert_close(all_ranks, mine / 2)
+
+
 def test_group_token_mean_gives_each_group_the_same_say(make_batch, alone):
     # Groups of 1 + 1 and 6 tokens: every group sums to 1/2 over its tokens.
     batch = make_batch([0, 0, 0], group=[0, 0, 1], lengths=[1, 1, 6])
