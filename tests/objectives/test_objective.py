@@ -13,6 +13,7 @@ from grpo_lit.objectives import (
     Objective,
     OffPolicySequenceMask,
     OverlongFilter,
+    SequenceMaskedIS,
     SequenceMean,
     TokenClip,
     TokenMean,
@@ -186,6 +187,24 @@ def test_kl_in_the_reward_by_hand(make_batch, alone):
     assert output.rates.compute()["optimization/kl_reference"] == pytest.approx(0.0)
     with pytest.raises(ValueError, match="reference_logprobs"):
         objective.advantages(replace(batch, reference_logprobs=None), alone)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_corrections_multiply_in_any_order(make_batch, turned):
+    # Token ratios 3 3 | 1.5 with the cap of 2: 2 2 1.5; the mask leaves the second sequence (geometric 1.5) and cuts
+    # the first (3): 0 0 1.5, by the gradient -w c A with w = 1 and A = 1.
+    parts = [TruncatedIS(2.0), SequenceMaskedIS(0.5, 2.0, kept="one")]
+    objective = Objective(corrections=parts[::-1] if turned else parts)
+    batch = make_batch(
+        [0, 0],
+        lengths=[2, 1],
+        advantages=torch.ones(2),
+        weights=torch.ones(2),
+        sampler_logprobs=-1 - torch.tensor([3.0, 3.0, 1.5]).log(),
+    )
+    logprobs = torch.full((3,), -1.0, requires_grad=True)
+    objective.loss(batch, logprobs, torch.zeros(3)).loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0.0, -1.5]))
 
 
 def test_kl_is_logged_plain_and_as_paid(make_batch):
