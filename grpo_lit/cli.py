@@ -7,10 +7,15 @@ from collections.abc import Sequence
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-# Importing the packages lets YAML name their classes without a path: `surrogate: TokenClip`.
+from grpo_lit import objectives, rewards
+from grpo_lit.data import reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
 from grpo_lit.module import GRPOModule
+from grpo_lit.rollouts import transformers, vllm
+
+#: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
+PARTS = (objectives, rewards, reasoning_gym, transformers, vllm)
 
 
 class GRPOCLI(LightningCLI):

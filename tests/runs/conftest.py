@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from toys import EvenShare, Letters
 
@@ -68,7 +69,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
             "log_every_n_steps": 1,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "enable_checkpointing": False,
+            "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in changes.get("callbacks", [])),
             "num_sanity_val_steps": -1,
             "val_check_interval": 2,
             "check_val_every_n_epoch": None,

@@ -1,0 +1,124 @@
+"""The command line: every shipped YAML runs, mistakes are answered in a few lines, a second run is never refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_lit.cli import main, run
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+OVERLAYS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.name != "base.yaml")
+
+#: A tiny run of the real path: every recipe must make one optimizer step with these.
+TINY = """
+trainer:
+  max_steps: 2
+  accelerator: cpu
+  enable_progress_bar: false
+  enable_model_summary: false
+data:
+  engine: {class_path: TransformersEngine, init_args: {device: cpu}}
+  train: {class_path: toys.Letters}
+  val: {letters: {class_path: toys.Letters, init_args: {size: 2}}}
+  rewards:
+    rewards:
+      answer: {reward: {class_path: toys.EvenShare}}
+      format: {reward: {class_path: toys.EvenShare}, weight: 0.5}
+    correct: answer
+  sampling: {max_tokens: 5, completions: 3}
+  prompts_per_rollout: 3
+  max_prompt_tokens: 100
+"""
+
+
+@pytest.fixture
+def tiny_yaml(tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An overlay that makes any configuration small; runs write under ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    overlay = yaml.safe_load(TINY)
+    overlay["model"] = {"checkpoint": str(tiny_model_path)}
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(overlay))
+    return file
+
+
+def words(subcommand: str, *files: Path | str) -> list[str]:
+    return [subcommand, *(word for file in files for word in ("--config", str(file)))]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_overlay_trains_a_step(overlay: str, tiny_yaml: Path) -> None:
+    single = ["--trainer.strategy", "auto", "--trainer.devices", "1"]  # two processes: tests/runs/test_ddp.py
+    cli = run([*words("fit", CONFIGS / "base.yaml", CONFIGS / overlay, tiny_yaml), *single])
+    assert cli.trainer.global_step == 2
+    assert cli.trainer.callback_metrics["optimization/grad_norm"] > 0
+    first_lines = (CONFIGS / overlay).read_text().split("model:")[0].split("trainer:")[0].split("data:")[0]
+    assert "grpo-lit fit" in first_lines or "bash scripts/" in first_lines, (
+        "an overlay opens with the command that runs it"
+    )
+
+
+def test_validate_test_and_predict(tiny_yaml: Path, tmp_path: Path) -> None:
+    for subcommand in ("validate", "test"):
+        cli = run(words(subcommand, CONFIGS / "base.yaml", tiny_yaml))
+        assert 0 <= cli.trainer.callback_metrics["val/letters/greedy"] <= 1
+    run(words("predict", CONFIGS / "base.yaml", tiny_yaml))
+
+
+def test_a_second_run_in_the_same_folder_is_not_refused(tiny_yaml: Path) -> None:
+    for _ in range(2):
+        run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), "--trainer.logger.init_args.version", "0"])
+
+
+def test_a_run_goes_on_from_its_last_checkpoint(tiny_yaml: Path, tmp_path: Path) -> None:
+    run(words("fit", CONFIGS / "base.yaml", tiny_yaml))
+    last = next(tmp_path.rglob("last.ckpt"))
+    cli = run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), "--ckpt_path", str(last), "--trainer.max_steps", "4"])
+    assert cli.trainer.global_step == 4
+
+
+MISTAKES = {
+    "unknown_class": (["--model.objective.surrogate", "TokenKlip"], ["model.objective.surrogate", "TokenKlip"]),
+    "wrong_type": (["--data.prompts_per_rollout", "many"], ["data.prompts_per_rollout", "many"]),
+    "float_for_int": (["--trainer.max_steps", "1.5"], ["trainer.max_steps", "1.5"]),
+    "unknown_key": (["--model.max_tokens", "3"], ["model.max_tokens"]),
+    "missing_model": (["--model.checkpoint", "no/such-model"], ["model.checkpoint", "no/such-model"]),
+    "no_model_given": (["--model.checkpoint", "???"], ["model.checkpoint"]),
+    "greedy_training": (["--data.sampling.temperature", "0"], ["data.sampling.temperature"]),
+    "missing_config": (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+    "bad_bound": (["--model.objective.surrogate.init_args.low", "-1"], ["low"]),
+    "half_precision": (["--trainer.precision", "16-mixed"], ["trainer.precision"]),
+    "no_chat_template": (["--data.template.user", "no placeholder"], ["data.template.user", "{question}"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_in_a_few_lines_that_name_the_key(
+    name: str, tiny_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, expected = MISTAKES[name]
+    with pytest.raises(SystemExit) as stop:
+        main([*words("fit", CONFIGS / "base.yaml", tiny_yaml), *arguments])
+    assert stop.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    answer = "\n".join(lines[-12:])
+    assert "Traceback" not in "\n".join(lines)
+    for word in expected:
+        assert word in answer
+
+
+def test_help_explains_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "Optimizer steps a rollout is cut into" in text
+    assert "How good was a completion?" in text
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "grpo_lit", "--help"], capture_output=True, text=True, check=True)
+    assert all(subcommand in done.stdout for subcommand in ("fit", "validate", "test", "predict"))
