@@ -172,38 +172,21 @@ class CudaStage(Stage):
         torch.cuda.synchronize()
 
 
-class StageReader:
-    """The receiver's side.
+def read_stage(chunk: Chunk, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a chunk, as views: valid until the sender fills the stage again.
 
     Args:
+        chunk: What the sender said of it.
         device: Of the receiver's model.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._address = ""
-        self._memory: UInt8[Tensor, "n"] | None = None
-
-    def read(self, chunk: Chunk) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors of a chunk, as views: valid until the sender fills the stage again."""
-        memory = self._open(chunk)
-        for staged in chunk.tensors:
-            dtype = getattr(torch, staged.dtype)
-            count = torch.Size(staged.shape).numel() * dtype.itemsize
-            yield staged.name, memory[staged.offset : staged.offset + count].view(dtype).view(staged.shape)
-
-    def _open(self, chunk: Chunk) -> UInt8[Tensor, "n"]:
-        if self._memory is None or chunk.address != self._address:
-            self._memory = None  # the old mapping goes before the new one comes
-            if chunk.address.startswith("/proc/"):
-                self._memory = torch.from_file(chunk.address, shared=True, size=chunk.size, dtype=torch.uint8)
-            else:
-                rebuild, arguments = pickle.loads(base64.b64decode(chunk.address))
-                # Element 6 is the device's index as the sender counts devices.
-                self._memory = rebuild(*arguments[:6], self.device.index or 0, *arguments[7:])
-            self._address = chunk.address
-        return self._memory
-
-    def close(self) -> None:
-        """Forget the mapping."""
-        self._address, self._memory = "", None
+    # Opened anew for every chunk: an address may come back with other memory behind it.
+    if chunk.address.startswith("/proc/"):
+        memory = torch.from_file(chunk.address, shared=True, size=chunk.size, dtype=torch.uint8)
+    else:
+        rebuild, arguments = pickle.loads(base64.b64decode(chunk.address))
+        # Element 6 is the device's index as the sender counts devices.
+        memory = rebuild(*arguments[:6], device.index or 0, *arguments[7:])
+    for staged in chunk.tensors:
+        dtype = getattr(torch, staged.dtype)
+        count = torch.Size(staged.shape).numel() * dtype.itemsize
+        yield staged.name, memory[staged.offset : staged.offset + count].view(dtype).view(staged.shape)

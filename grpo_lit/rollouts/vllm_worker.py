@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from grpo_lit.rollouts.staging import Chunk, StageReader
+from grpo_lit.rollouts.staging import Chunk, read_stage
 
 #: Name of the back end in ``WeightTransferConfig``.
 BACKEND = "grpo_lit_stage"
@@ -69,7 +69,6 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
         """Prepare every layer for new weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._reader = StageReader(self.device)
         self._received: set[str] = set()
         self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
@@ -79,8 +78,10 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
         chunk = Chunk.from_dict(update_info.address, update_info.size, update_info.tensors)
         self._received.update(tensor.name for tensor in chunk.tensors)
         # vLLM holds tensors back until their layer is complete, and the next chunk overwrites this one: copy.
-        load_weights = cast("Callable[[Iterable[tuple[str, Tensor]]], set[str]]", self.model.load_weights)
-        self._loaded |= load_weights(_copies(self._reader.read(chunk)))
+        load_weights = cast("Callable[[Iterable[tuple[str, Tensor]]], set[str] | None]", self.model.load_weights)
+        loaded = load_weights(_copies(read_stage(chunk, self.device)))
+        # A few of vLLM's models do not say what they loaded: nothing can be found missing then.
+        self._loaded |= {name for name, _ in self.model.named_parameters()} if loaded is None else loaded
 
     def finish_weight_update(self) -> None:
         """Process what is left, and refuse an incomplete update.
@@ -90,9 +91,10 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        missing = missing_names(self.model, self._loaded, self._received)
         finalize_layerwise_reload(self.model, self.model_config)
-        self._reader.close()
+        for layer in tied_layers(self.model, self._loaded):
+            layer.quant_method.process_weights_after_loading(layer)
+        missing = missing_names(self.model, self._loaded, self._received)
         if missing and self.model_config.quantization is None:
             raise ValueError(f"no weights came for {', '.join(missing)}")
 
@@ -104,6 +106,24 @@ def _copies(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     return ((name, tensor.clone()) for name, tensor in weights)
 
 
+def _names_of_parameters(model: nn.Module) -> list[set[str]]:
+    """Return the names of each parameter: more than one where it is tied."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return list(names.values())
+
+
+def tied_layers(model: nn.Module, loaded: set[str]) -> list[Any]:
+    """Return the layers that got their weight through another one's name, as a tied head does.
+
+    On CPU such a head keeps a packed copy of the old weight until it is processed again.
+    """
+    names = set().union(*(tied - loaded for tied in _names_of_parameters(model) if tied & loaded))
+    layers = [model.get_submodule(name.rpartition(".")[0]) for name in sorted(names)]
+    return [layer for layer in layers if hasattr(layer, "quant_method")]
+
+
 def missing_names(model: nn.Module, loaded: set[str], received: set[str]) -> list[str]:
     """Return, sorted, the parameters that got no weight or only part of one.
 
@@ -112,7 +132,7 @@ def missing_names(model: nn.Module, loaded: set[str], received: set[str]) -> lis
         loaded: Names of its parameters that ``load_weights`` reports.
         received: Names that were sent.
     """
-    missing = {name for name, _ in model.named_parameters()} - loaded
+    missing = set().union(*(names for names in _names_of_parameters(model) if not names & loaded))
     # A fused parameter (qkv_proj) counts as loaded as soon as one of its parts is: look for the others.
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         for name in loaded:

@@ -1,0 +1,77 @@
+"""vLLM's processes see the environment made for them; the learner's is as before; none of them outlives its engine."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.rollouts import vllm_process
+from grpo_lit.rollouts.vllm_process import end_processes, engine_processes, environment, own_device
+
+LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_the_environment_is_changed_within_and_put_back_whole(monkeypatch):
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    before = dict(os.environ)
+    with environment({"OMP_NUM_THREADS": "2", "NEW": "1"}):
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+        assert os.environ["NEW"] == "1"
+        assert not LAUNCHER.keys() & os.environ.keys()
+        os.environ["LD_PRELOAD"] = "/some/library.so"  # as vLLM does
+        del os.environ["PATH"]
+    assert dict(os.environ) == before
+
+
+def test_the_environment_is_put_back_after_a_failure():
+    before = dict(os.environ)
+    with pytest.raises(KeyError), environment({"NEW": "1"}):
+        raise KeyError
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "expected"), [(None, 1, "1"), ("4,6", 1, "6"), ("GPU-a,GPU-b", 0, "GPU-a")]
+)
+def test_an_engine_lives_on_its_ranks_device(monkeypatch, visible, index, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert own_device(1) == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+def test_several_devices_are_for_a_single_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert own_device(2) == {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"`tensor_parallel_size` expected 1 .* but got 2"):
+        own_device(2)
+
+
+def test_without_cuda_there_is_no_device_to_keep(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert own_device(2) == {}
+
+
+def test_a_process_that_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(vllm_process, "_GRACE", 0.2)
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code, "VLLM::EngineCore"], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    found = engine_processes()
+    assert [process.pid for process in found] == [child.pid]
+    end_processes(found)
+    assert not psutil.pid_exists(child.pid) or psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    child.wait()
+    assert engine_processes() == []
+    end_processes(found)  # already gone
