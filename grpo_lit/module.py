@@ -9,37 +9,25 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from grpo_lit.batch import TokenBatch
-from grpo_lit.data.evaluation import EvaluationBatch
 from grpo_lit.errors import ConfigError, TrainingError
+from grpo_lit.evaluating import EvaluatingModule
 from grpo_lit.metrics.memory import PeakMemory, children_memory
-from grpo_lit.metrics.rates import Rates
 from grpo_lit.objectives import Objective
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.learner import GradientOutput, Learner
 from grpo_lit.policy.policy import Policy, can_share_prefix
-from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 
 OldPolicy = Literal["logprobs", "weights", "sampler"]
 
-#: Shown on the progress bar; everything else is on TensorBoard.
-_ON_PROGRESS_BAR = {
-    "reward/total",
-    "reward/correct",
-    "length/mean",
-    "exploration/entropy",
-    "system/rollout_tokens_per_s",
-}
 
-
-class GRPOModule(LightningModule):
+class GRPOModule(EvaluatingModule):
     """A language model trained on its own scored completions.
 
     One ``training_step`` is one optimizer step over micro-batches of at most ``max_tokens_per_micro_batch`` input
@@ -56,7 +44,7 @@ class GRPOModule(LightningModule):
         max_tokens_per_micro_batch: Input tokens of one forward, padding included. Sets peak memory; changes no result.
         gradient_clip_norm: Largest global gradient norm; ``null``: no clipping.
         share_prefix: One copy of a prompt for all its completions. ``null``: where the architecture allows it.
-        max_idle_steps: Stop after this many minibatches in a row that could not move the weights.
+        max_idle_minibatches: Stop after this many in a row that could not move the weights.
         gradient_checkpointing: Recompute activations in backward: less memory, about a third more time.
     """
 
@@ -70,7 +58,7 @@ class GRPOModule(LightningModule):
         max_tokens_per_micro_batch: int = 8192,
         gradient_clip_norm: float | None = 1.0,
         share_prefix: bool | None = None,
-        max_idle_steps: int = 20,
+        max_idle_minibatches: int = 20,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -80,7 +68,7 @@ class GRPOModule(LightningModule):
         self.old_policy_source = old_policy
         self.max_tokens_per_micro_batch, self.gradient_clip_norm = max_tokens_per_micro_batch, gradient_clip_norm
         self.share_prefix, self.gradient_checkpointing = share_prefix, gradient_checkpointing
-        self.max_idle_steps, self._idle_steps = max_idle_steps, 0
+        self.max_idle_minibatches = max_idle_minibatches
         self.policy: Policy | None = None
         self.reference: Policy | None = None
         self.old_policy: Policy | None = None
@@ -156,15 +144,34 @@ class GRPOModule(LightningModule):
             self.objective, self.max_tokens_per_micro_batch, bool(self.share_prefix), self.ranks, self.device
         )
 
-    @property
-    def ranks(self) -> Ranks:
-        """All processes of the run."""
-        return Ranks(self.trainer.strategy)
-
     # ------------------------------------------------------------------ training
 
     def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
-        """Make one optimizer step on one minibatch of a rollout."""
+        """Make one optimizer step on one minibatch of a rollout.
+
+        A minibatch that cannot move the weights is replaced by the next, so that batches, ``global_step``, intervals
+        and the schedule all count the same.
+
+        Raises:
+            TrainingError: After ``max_idle_minibatches`` of those in a row.
+        """
+        for skipped in range(self.max_idle_minibatches):
+            values, problem = self._update(minibatch)
+            if problem is None:
+                values["optimization/skipped"] = float(skipped)
+                values["system/time_step"] = time.perf_counter() - self._step_started
+                self._step_started = time.perf_counter()
+                self.log_values(values)
+                return
+            rank_zero_warn(f"step {self.global_step}: a minibatch is skipped and replaced: {problem}")
+            minibatch = self.trainer.datamodule.draw()
+        raise TrainingError(
+            f"{self.max_idle_minibatches} minibatches in a row could not move the weights; the last: {problem}. Check "
+            "reward/* and exploration/solve_none on TensorBoard, or raise `model.max_idle_minibatches`"
+        )
+
+    def _update(self, minibatch: Minibatch) -> tuple[dict[str, float], str | None]:
+        """Try an optimizer step; return what to log, and why nothing could be made of the minibatch."""
         started, memory = time.perf_counter(), PeakMemory(self.device)
         rollout = minibatch.rollout
         if minibatch.update == 0:
@@ -180,15 +187,15 @@ class GRPOModule(LightningModule):
             reference=self.reference,
             old_policy=self.old_policy if minibatch.update > 0 else None,
         )
-        values = self._step_values(batch, output) | self._optimizer_step(output)
+        values = self._step_values(batch, output)
+        norm, problem = self._optimizer_step(output)
+        values |= {"optimization/loss": output.loss, "optimization/grad_norm": norm}
         values["system/time_learn"] = time.perf_counter() - started
         values["system/memory_learn"] = memory.take()
         values["system/learner_tokens_per_s"] = output.tokens / values["system/time_learn"]
         if minibatch.update == 0:
             values |= self._rollout_values(rollout)
-        values["system/time_step"] = time.perf_counter() - self._step_started
-        self._step_started = time.perf_counter()
-        self._log(values)
+        return values, problem
 
     def _begin(self, rollout: Rollout) -> None:
         """Fill in what the updates on a rollout need of the weights before the first of them."""
@@ -211,37 +218,27 @@ class GRPOModule(LightningModule):
             else nullcontext()
         )
 
-    def _optimizer_step(self, output: GradientOutput) -> dict[str, float]:
-        """Clip, step and schedule; leave weights and optimizer state alone where nothing sound can be made."""
+    def _optimizer_step(self, output: GradientOutput) -> tuple[float, str | None]:
+        """Clip, step and schedule; leave weights and optimizer state alone where nothing sound can be made.
+
+        Returns:
+            The gradient norm before clipping, and what was wrong with the gradient, if anything.
+        """
         optimizer = self.optimizers()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         limit = math.inf if self.gradient_clip_norm is None else self.gradient_clip_norm
-        total = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
-        learning_rate = optimizer.param_groups[0]["lr"]
-        # Gradients are already averaged over ranks, so every rank comes to the same verdict.
-        moved = output.micro_batches > 0 and math.isfinite(norm)
-        if moved:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        # Gradients are averaged over ranks by now, so every rank comes to the same verdict.
+        problem = None if math.isfinite(norm) else "its gradient is not finite"
+        if output.micro_batches == 0:
+            problem = "no group has signal (all rewards of each group are equal)"
+        if problem is None:
             optimizer.step()
             if (scheduler := self.lr_schedulers()) is not None:
                 scheduler.step()
         optimizer.zero_grad()
-        self._count_idle(moved, finite=math.isfinite(norm))
-        values = {"optimization/loss": output.loss, "optimization/grad_norm": norm, "optimization/lr": learning_rate}
-        return {**values, "optimization/skipped": float(not moved)}
-
-    def _count_idle(self, moved: bool, finite: bool) -> None:
-        self._idle_steps = 0 if moved else self._idle_steps + 1
-        if not moved:
-            reason = (
-                "no group had signal (all rewards of each group are equal)" if finite else "the gradient is not finite"
-            )
-            rank_zero_warn(f"step {self.global_step}: skipped, {reason}; weights and optimizer are unchanged")
-            if self._idle_steps >= self.max_idle_steps:
-                raise TrainingError(
-                    f"{self._idle_steps} minibatches in a row could not move the weights; the last: {reason}. Check "
-                    "reward/* and exploration/solve_none on TensorBoard, or raise `model.max_idle_steps`"
-                )
+        return norm, problem
 
     # ------------------------------------------------------------------ weights, for the engine
 
@@ -257,49 +254,22 @@ class GRPOModule(LightningModule):
         batch = TokenBatch.from_groups([Group(prompt, 0, (probe,), rewards=[0.0])], temperature=1.0)
         return self.learner.evaluate(self.policy, batch).logprobs.tolist()
 
-    # ------------------------------------------------------------------ evaluation
-
-    def on_validation_epoch_start(self) -> None:
-        """Start counting answers."""
-        self._evaluation = Rates()
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: EvaluationBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count what the engine answered."""
-        self._evaluation.merge(batch.rates())
-
-    test_step = validation_step
-
-    def on_validation_epoch_end(self) -> None:
-        """Log accuracy over all prompts of all ranks, also when it is measured before the first step."""
-        values = self._evaluation.compute(self.ranks.sum, self.ranks.max)
-        self._step_started = time.perf_counter()  # the time spent here belongs to no step
-        if self.trainer.sanity_checking:
-            # Lightning throws away what is logged before training starts: this is the "before" of every run.
-            for logger in self.trainer.loggers:
-                logger.log_metrics(values, step=self.global_step)
-            self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-        else:
-            self._log(values)
-
-    on_test_epoch_end = on_validation_epoch_end
-
-    def predict_step(self, batch: EvaluationBatch, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Return the answers as plain types."""
-        return [group.state_dict() for group in (*batch.greedy, *batch.sampled)]
-
     # ------------------------------------------------------------------ logging and checkpoints
+
+    def on_validation_end(self) -> None:
+        """Leave the time spent on held-out prompts out of the step's."""
+        self._step_started = time.perf_counter()
 
     def _step_values(self, batch: TokenBatch, output: GradientOutput) -> dict[str, float]:
         rates = output.rates
         staleness = (self.global_step - batch.weight_version).double()
         rates.add("system/staleness_mean", staleness)
         rates.maximum("system/staleness_max", staleness)
+        learning_rate = self.optimizers().param_groups[0]["lr"]
         rates.add("_advantage_squared", batch.advantages.double() ** 2)  # their mean is 0 by construction
         values = rates.compute(self.ranks.sum, self.ranks.max)
         values["optimization/advantage_std"] = values["_advantage_squared"] ** 0.5
-        return self.objective.derived(values)
+        return self.objective.derived(values) | {"optimization/lr": learning_rate}
 
     def _rollout_values(self, rollout: Rollout) -> dict[str, float]:
         """Return what is logged once per rollout."""
@@ -311,12 +281,6 @@ class GRPOModule(LightningModule):
         values["system/rollout_tokens_per_s"] = tokens / max(rollout.seconds.get("rollout", 0.0), 1e-9)
         values |= {"system/memory_rollout": rollout.memory, "system/memory_engine": children_memory()}
         return values | seconds
-
-    def _log(self, values: dict[str, float]) -> None:
-        """Log finite values under their names; a leading underscore marks what was only needed on the way."""
-        for name, value in values.items():
-            if not name.startswith("_") and math.isfinite(value):
-                self.log(name, value, prog_bar=name in _ON_PROGRESS_BAR)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which model this is, for exporting it."""

@@ -22,7 +22,7 @@ trainer:
 data:
   engine: {class_path: TransformersEngine, init_args: {device: cpu}}
   train: {class_path: toys.Letters}
-  val: {letters: {class_path: toys.Letters, init_args: {size: 2}}}
+  val: {letters: {class_path: toys.Letters, init_args: {size: 2, heldout: true}}}
   rewards:
     rewards:
       answer: {reward: {class_path: toys.EvenShare}}

@@ -51,8 +51,9 @@ class EvaluationLoader:
         self._prompts, self._answer, self._size = prompts, answer, prompts_per_batch
 
     def __len__(self) -> int:
-        return -(-len(self._prompts) // self._size)
+        # One batch even of no prompts: every rank must come to the end of the loop, where accuracies are summed.
+        return max(-(-len(self._prompts) // self._size), 1)
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        for start in range(0, len(self._prompts), self._size):
+        for start in range(0, max(len(self._prompts), 1), self._size):
             yield self._answer(self._prompts[start : start + self._size])

@@ -123,6 +123,8 @@ class RolloutDataModule(LightningDataModule):
                 f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
                 f"but got {self.max_prompt_tokens} + {self.sampling.max_tokens}"
             )
+        for name, source in self.val.items():
+            self._held_out[name] = self._rendered(name, source, tokenizer)
         self.stream = PromptStream(self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed)
         self._tokenizer = tokenizer
 
@@ -174,9 +176,10 @@ class RolloutDataModule(LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         """Return the stream of minibatches."""
         rollouts_per_epoch = len(self.train) // self.prompts_per_rollout
-        return RolloutLoader(self._draw, rollouts_per_epoch * self.num_updates * self.num_epochs)
+        return RolloutLoader(self.draw, rollouts_per_epoch * self.num_updates * self.num_epochs)
 
-    def _draw(self) -> Minibatch:
+    def draw(self) -> Minibatch:
+        """Return the next minibatch, of a new rollout where the last one is used up; all ranks must call."""
         if self._rollout is None or self._update == self._rollout.plan.steps:
             self._rollout, self._update = self._new_rollout(), 0
         self._update += 1
@@ -184,8 +187,9 @@ class RolloutDataModule(LightningDataModule):
 
     def _new_rollout(self) -> Rollout:
         memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
-        prompts = self.stream.take(self.prompts_per_rollout)[self.ranks.rank :: self.ranks.world_size]
-        groups = self.sampler.scored_groups(prompts, self.sampling)
+        prompts = self.stream.take(self.prompts_per_rollout)
+        self._refuse_held_out(prompts)
+        groups = self.sampler.scored_groups(prompts[self.ranks.rank :: self.ranks.world_size], self.sampling)
         batch = TokenBatch.from_groups(groups, self.sampling.temperature, list(self.rewards.rewards))
         plan = UpdatePlan(self.num_updates, self.num_epochs, seed=self.seed + self._rollouts)
         self._rollouts += 1
@@ -219,20 +223,32 @@ class RolloutDataModule(LightningDataModule):
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         """Return one loader per held-out set."""
-        return [self._evaluation_loader(name, source) for name, source in self.val.items()]
+        return [self._evaluation_loader(name) for name in self.val]
 
     test_dataloader = predict_dataloader = val_dataloader
 
-    def _evaluation_loader(self, name: str, source: PromptSource) -> EvaluationLoader:
-        if name not in self._held_out:
-            prompts = [self.template.render(self._tokenizer, source[i]) for i in range(len(source))]
-            kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_prompt_tokens]
-            if len(kept) < len(prompts):
-                rank_zero_warn(
-                    f"data.val.{name}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than "
-                    f"data.max_prompt_tokens ({self.max_prompt_tokens}) and left out"
+    def _rendered(self, name: str, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+        """Return the prompts of a held-out set that are short enough."""
+        prompts = [self.template.render(tokenizer, source[i]) for i in range(len(source))]
+        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_prompt_tokens]
+        if len(kept) < len(prompts):
+            rank_zero_warn(
+                f"data.val.{name}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than "
+                f"data.max_prompt_tokens ({self.max_prompt_tokens}) and left out"
+            )
+        return kept
+
+    def _refuse_held_out(self, prompts: Sequence[tuple[Prompt, int]]) -> None:
+        """Refuse to train on a question that accuracy is measured on."""
+        held_out = {prompt.question: name for name, kept in self._held_out.items() for prompt in kept}
+        for prompt, _ in prompts:
+            if prompt.question in held_out:
+                raise ConfigError(
+                    f"`data.train` expected no question of `data.val`, but got {prompt.id}, which is also in "
+                    f"`data.val.{held_out[prompt.question]}`: give both splits the same `heldout_fraction`"
                 )
-            self._held_out[name] = kept
+
+    def _evaluation_loader(self, name: str) -> EvaluationLoader:
         mine = self._held_out[name][self.ranks.rank :: self.ranks.world_size]
         return EvaluationLoader(mine, partial(self._answer, name), self.evaluation.prompts_per_batch)
 

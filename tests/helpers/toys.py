@@ -13,12 +13,14 @@ class Letters(PromptSource):
     """Prompts of different lengths: a, bb, ccc, ..."""
 
     size: int = 12
+    heldout: bool = False
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
-        return Prompt(id=f"letters/{index}", question=chr(97 + index % 26) * (1 + index), answer="1", domain="letters")
+        letter = chr((65 if self.heldout else 97) + index % 26)
+        return Prompt(id=f"letters/{index}", question=letter * (1 + index), answer="1", domain="letters")
 
 
 class EvenShare(Reward):

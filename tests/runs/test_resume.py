@@ -40,7 +40,7 @@ def test_a_resumed_run_equals_one_never_stopped(
         module = make_module(
             objective=Objective(divergence=K3(beta=0.05)), old_policy=old_policy, lr_scheduler=schedule
         )
-        data = make_data(num_updates=num_updates, val={"letters": Letters(2)})
+        data = make_data(num_updates=num_updates, val={"letters": Letters(2, heldout=True)})
         return module, data, make_trainer(max_steps=max_steps, callbacks=[trace, *callbacks]), trace
 
     straight, data, trainer, all_steps = build(7)
