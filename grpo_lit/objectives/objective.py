@@ -156,7 +156,7 @@ class Objective:
         terms = Terms.of(batch, logprobs, entropy)
         surrogate = self.surrogate(terms)
         corrections = {type(part).__name__: part(terms) for part in self.corrections}
-        factor = torch.ones_like(logprobs)
+        factor = torch.ones_like(terms.logprobs)
         for correction in corrections.values():
             factor = factor * correction.weight
         value = factor * surrogate.value
@@ -171,7 +171,7 @@ class Objective:
             per_token = per_token + penalty
             rates.add("optimization/kl_penalty", penalty)
         if self.entropy_coefficient > 0:
-            per_token = per_token - self.entropy_coefficient * entropy
+            per_token = per_token - self.entropy_coefficient * terms.entropy
         loss = (batch.weights[terms.sequence] * per_token).sum()
         return LossOutput(loss, rates)
 

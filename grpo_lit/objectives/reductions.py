@@ -72,8 +72,8 @@ class TokenMean(Reduction):
 class GroupTokenMean(Reduction):
     """Every group weighs the same, and every token within it: w = 1 / (N sum_{j in group} len_j).
 
-    DAPO (arXiv 2503.14476) as its equation reads, an expectation over prompts; a prompt with long answers does not
-    outweigh the others. The sequences of a group must be on one rank and in one optimizer step.
+    A prompt with long answers does not outweigh the others. The sequences of a group must be on one rank and in one
+    optimizer step. Paper: DAPO (arXiv 2503.14476) as its equation reads, an expectation over prompts.
     """
 
     def __call__(self, batch: TokenBatch, counts: Counts) -> SequenceFloat:

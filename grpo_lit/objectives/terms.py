@@ -19,6 +19,8 @@ MAX_LOG_RATIO = 20.0
 class Terms:
     """Per-token terms of the sequences of one micro-batch; whole sequences only.
 
+    Half-precision log-probs are widened to float32: float16 overflows at exp(12).
+
     Attributes:
         logprobs: Log-probs under the policy being trained, with gradient.
         old_logprobs: Log-probs under the old policy, detached.
@@ -48,13 +50,13 @@ class Terms:
         """Join a batch with the policy's output on it; without old log-probs the policy is its own old policy."""
         if batch.advantages is None:
             raise ValueError("`batch.advantages` expected a value per sequence, but got None: compute them first")
-        sequence = batch.sequence
+        sequence, logprobs = batch.sequence, _widened(logprobs)
         return cls(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
-            sampler_logprobs=batch.sampler_logprobs,
-            reference_logprobs=batch.reference_logprobs,
-            entropy=entropy,
+            old_logprobs=logprobs.detach() if batch.old_logprobs is None else _widened(batch.old_logprobs),
+            sampler_logprobs=_widened(batch.sampler_logprobs),
+            reference_logprobs=None if batch.reference_logprobs is None else _widened(batch.reference_logprobs),
+            entropy=_widened(entropy),
             advantages=batch.advantages[sequence],
             lengths=batch.lengths,
             sequence=sequence,
@@ -100,6 +102,10 @@ def tangent_exp(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
 def bounded(log_ratio: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """Clamp a log-ratio that carries no gradient (a correction, a metric) so that its exponential squares finitely."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _widened(values: TokenFloat) -> TokenFloat:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def no_tokens(values: TokenFloat) -> TokenBool:

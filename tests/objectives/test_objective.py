@@ -73,6 +73,26 @@ def test_a_whole_loss_by_hand(make_batch, dtype):
     torch.testing.assert_close(entropy.grad, torch.tensor([-0.0025, -0.0025, -0.005], dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_log_probs_are_widened(make_batch, dtype):
+    # float16 holds no exp(12): a log-ratio of 12 made inf, and k3 of it NaN in the gradient.
+    objective = Objective(divergence=K3(), corrections=[TruncatedIS()], entropy_coefficient=0.01)
+    batch = make_batch(
+        [1, 0],
+        lengths=[2, 1],
+        old_logprobs=torch.tensor([-13.0, -1.0, -1.0], dtype=dtype),
+        reference_logprobs=torch.tensor([-1.0, -13.0, -100.0], dtype=dtype),
+        sampler_logprobs=torch.tensor([-1.0, -13.0, -1.0], dtype=dtype),
+    )
+    logprobs, entropy = (torch.full((3,), v, dtype=dtype, requires_grad=True) for v in (-1.0, 0.5))
+    output = objective.loss(prepared(objective, batch), logprobs, entropy)
+    output.loss.backward()
+    assert output.loss.dtype == torch.float32
+    assert torch.isfinite(output.loss)
+    assert torch.isfinite(logprobs.grad).all()
+    assert torch.isfinite(entropy.grad).all()
+
+
 def test_truncated_completions_leave_as_if_absent_yet_stay_in_the_baseline(make_batch):
     # Rewards 1 0 0, the third truncated: A = 2/3 -1/3 (-1/3), the loss is that of the first two alone: S = 2, T = 8.
     batch = make_batch([1, 0, 0], lengths=[4, 4, 4], truncated=torch.tensor([False, False, True]))
