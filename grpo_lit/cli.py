@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -11,11 +12,13 @@ from grpo_lit import objectives, rewards
 from grpo_lit.data import reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
+from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
 from grpo_lit.rollouts import transformers, vllm
 
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
 PARTS = (objectives, rewards, reasoning_gym, transformers, vllm)
+PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
 
 
 class GRPOCLI(LightningCLI):
@@ -45,6 +48,7 @@ def run(args: ArgsType = None) -> GRPOCLI:
         # A second run in the same folder replaces the record of the first instead of refusing to start.
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
+        parser_class=PlainParser,
         parser_kwargs={"parser_mode": "yaml"},
         args=args,
     )
@@ -55,7 +59,16 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         run(list(args) if args is not None else None)
     except (ConfigError, EngineError, RewardError, TrainingError) as error:
-        if os.environ.get("GRPO_LIT_TRACEBACK"):
+        _answer(error, str(error))
+    except ValueError as error:
+        # jsonargparse wraps what a constructor refused, once for each branch of its type.
+        if "Does not validate against any" not in str(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _answer(error, condensed(str(error), PlainParser.class_names))
+
+
+def _answer(error: Exception, message: str) -> NoReturn:
+    if os.environ.get("GRPO_LIT_TRACEBACK"):
+        raise error
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -49,7 +49,8 @@ class EvaluatingModule(LightningModule):
                 logger.log_metrics(values, step=self.global_step)
             self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         else:
-            self.log_values(values)
+            # Lightning would put it at the step before: the x-axis counts the optimizer steps these weights have had.
+            self.log_values(values | {"step": float(self.global_step)})
 
     on_test_epoch_end = on_validation_epoch_end
 

@@ -29,7 +29,7 @@ data:
       format: {reward: {class_path: toys.EvenShare}, weight: 0.5}
     correct: answer
   sampling: {max_tokens: 5, completions: 3}
-  prompts_per_rollout: 3
+  prompts_per_rollout: 4
   max_prompt_tokens: 100
 """
 
@@ -90,7 +90,7 @@ MISTAKES = {
     "greedy_training": (["--data.sampling.temperature", "0"], ["data.sampling.temperature"]),
     "missing_config": (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     "bad_bound": (["--model.objective.surrogate.init_args.low", "-1"], ["low"]),
-    "half_precision": (["--trainer.precision", "16-mixed"], ["trainer.precision"]),
+    "half_precision": (["--trainer.precision", "16-true"], ["trainer.precision"]),
     "no_chat_template": (["--data.template.user", "no placeholder"], ["data.template.user", "{question}"]),
 }
 
@@ -116,7 +116,10 @@ def test_help_explains_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "Optimizer steps a rollout is cut into" in text
-    assert "How good was a completion?" in text
+    assert "Divided into the logits" in text or "temperature" in text
+    with pytest.raises(SystemExit):
+        main(["fit", "--model.objective.help", "Objective"])
+    assert "How good was a completion?" in capsys.readouterr().out
 
 
 def test_the_package_runs_as_a_module() -> None:

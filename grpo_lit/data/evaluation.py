@@ -7,7 +7,7 @@ from grpo_lit.metrics.rates import Rates
 from grpo_lit.rollout import Group
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluation:
     """How held-out prompts are answered.
 

@@ -56,9 +56,9 @@ class RolloutDataModule(LightningDataModule):
         train: PromptSource,
         rewards: RewardCombination,
         val: dict[str, PromptSource] | None = None,
-        template: PromptTemplate | None = None,
-        sampling: Sampling | None = None,
-        evaluation: Evaluation | None = None,
+        template: PromptTemplate = PromptTemplate(),  # noqa: B008 (frozen, as the two below)
+        sampling: Sampling = Sampling(),  # noqa: B008
+        evaluation: Evaluation = Evaluation(),  # noqa: B008
         prompts_per_rollout: int = 32,
         num_updates: int = 1,
         num_epochs: int = 1,
@@ -69,8 +69,7 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.engine, self.train, self.rewards, self.val = engine, train, rewards, val or {}
-        self.template, self.sampling = template or PromptTemplate(), sampling or Sampling()
-        self.evaluation = evaluation or Evaluation()
+        self.template, self.sampling, self.evaluation = template, sampling, evaluation
         self.prompts_per_rollout, self.num_updates, self.num_epochs = prompts_per_rollout, num_updates, num_epochs
         self.max_prompt_tokens, self.seed, self.probe_tolerance = max_prompt_tokens, seed, probe_tolerance
         self.checkpoint = checkpoint

@@ -1,7 +1,9 @@
 """What every run must do: versions, ratios, steps and schedules, whatever the number of updates on a rollout."""
 
+import csv
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,9 +152,9 @@ def test_a_non_finite_gradient_leaves_weights_and_optimizer_alone(
             self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
             # The poisoned minibatch was replaced by another one of the same weights.
-            assert trainer.callback_metrics["optimization/skipped"] == float(batch_idx == 2)
-            assert trainer.global_step == batch_idx + 1
-            assert all(state["step"] == batch_idx + 1 for state in trainer.optimizers[0].state.values())
+            assert trainer.callback_metrics["optimization/skipped"] == float(trainer.global_step == 3)
+            assert trainer.global_step == trainer.fit_loop.total_batch_idx + 1
+            assert all(state["step"] == trainer.global_step for state in trainer.optimizers[0].state.values())
 
     module = make_module(objective=Objective(corrections=[TruncatedIS()]))
     trainer = make_trainer(max_steps=4, callbacks=[Poison()])
@@ -175,9 +177,10 @@ def test_held_out_prompts_are_scored_before_the_first_step_and_on_schedule(
 ) -> None:
     trainer = make_trainer(max_steps=4)
     trainer.fit(make_module(), datamodule=make_data(val={"letters": Letters(5, heldout=True)}))
-    rows = trainer.logger.experiment.metrics
+    with (Path(trainer.log_dir) / "metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     scored = {row["step"]: row for row in rows if "val/letters/greedy" in row}
-    assert sorted(scored) == [0, 2, 4]
+    assert list(scored) == [0, 2, 4]
     assert all(0 <= row["val/letters/avg@2"] <= 1 for row in scored.values())
     assert all(math.isfinite(value) for row in rows for value in row.values())
 
