@@ -3,11 +3,13 @@
 import atexit
 import importlib.util
 import os
+import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import psutil
 import torch
@@ -18,11 +20,13 @@ from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
-from grpo_lit.rollouts.vllm_process import end_processes, engine_processes, environment, own_device
+from grpo_lit.rollouts.vllm_process import call_while_alive, end_processes, engine_processes, environment, own_device
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
+
+T = TypeVar("T")
 
 _GIB = 2**30
 _WORKER = "grpo_lit.rollouts.vllm_worker"  # a name, not an import: it needs vLLM
@@ -66,6 +70,7 @@ class VLLMEngine(Engine):
         self._stage: Stage | None = None
         self._model: EngineModel | None = None
         self._processes: list[psutil.Process] = []
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self, model: EngineModel) -> None:
         """Start vLLM's processes with the model's own weights."""
@@ -76,11 +81,17 @@ class VLLMEngine(Engine):
                 "`--config configs/engine/transformers.yaml`"
             )
         on_cpu = not torch.cuda.is_available()
+        if self.weight_transfer == "cuda_ipc" and (on_cpu or self.tensor_parallel_size > 1):
+            raise ConfigError(
+                "`weight_transfer` expected shared_memory unless learner and engine share one CUDA device, but got "
+                "cuda_ipc: set it to shared_memory"
+            )
         rank_zero_info(f"vLLM is starting with {model.path} (about half a minute) ...")
         began = time.monotonic()
         atexit.register(_close, weakref.ref(self))
         self._model = model
         others = engine_processes()
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         with environment(self._variables(on_cpu)):
             from vllm import LLM
 
@@ -101,6 +112,7 @@ class VLLMEngine(Engine):
         variables = {
             "GRPO_LIT_LEARNER_PID": str(os.getpid()),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "VLLM_RPC_BASE_PATH": self._sockets.name if self._sockets else tempfile.gettempdir(),
             "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked copy of a process with threads may hang
             "PYTHONWARNINGS": "ignore",
@@ -135,6 +147,9 @@ class VLLMEngine(Engine):
                 # A prompt split over two steps rewinds its request's random stream, which CPU generators cannot:
                 # vLLM 0.32 dies of it ("CPU Generator does not use offset").
                 "enable_chunked_prefill": False,
+                # The least that vLLM's CPU attention takes. Prefixes are shared in whole blocks, and a question is
+                # shorter than the default of 128: the completions of a group would each compute it again.
+                "block_size": 32,
                 "max_num_batched_tokens": max(4096, model.max_length),
             }
             if self.tensor_parallel_size == 1:
@@ -150,15 +165,12 @@ class VLLMEngine(Engine):
         assert stage is not None
         self.weight_version = None
         try:
-            with _as_engine_error("take new weights"):
-                llm.start_weight_update()
+            self._call("take new weights", llm.start_weight_update)
             for chunk in stage.chunks(weights):
-                with _as_engine_error("take new weights"):
-                    llm.update_weights({"update_info": chunk.to_dict()})
-            with _as_engine_error("take new weights"):
-                llm.finish_weight_update(weight_version=str(version))
-                if not llm.reset_prefix_cache():
-                    raise EngineError("vLLM kept prefixes of the old weights in its cache: requests were still running")
+                self._call("take new weights", partial(llm.update_weights, {"update_info": chunk.to_dict()}))
+            self._call("take new weights", partial(llm.finish_weight_update, weight_version=str(version)))
+            if not self._call("forget cached prefixes", llm.reset_prefix_cache):
+                raise EngineError("vLLM kept prefixes of the old weights in its cache: requests were still running")
         except BaseException:
             self.close()  # half the weights are new: nothing may be sampled from that
             raise
@@ -213,8 +225,11 @@ class VLLMEngine(Engine):
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        with _as_engine_error("sample"):
-            return self._started.generate(inputs, parameters, use_tqdm=False)
+        return self._call("sample", partial(self._started.generate, inputs, parameters, use_tqdm=False))
+
+    def _call(self, doing: str, function: Callable[[], T]) -> T:
+        with _as_engine_error(doing):
+            return call_while_alive(self._processes, function)
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         limit = self._model.max_length - 1 if self._model else 0
@@ -235,6 +250,8 @@ class VLLMEngine(Engine):
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             end_processes(self._processes)
+        if self._sockets is not None:
+            self._sockets.cleanup()  # vLLM leaves its sockets behind
 
     @property
     def _stops(self) -> tuple[int, ...]:
