@@ -81,8 +81,9 @@ class GRPOModule(EvaluatingModule):
             raise ConfigError(
                 f"`model.gradient_clip_norm` expected to be > 0, but got {gradient_clip_norm}: use null for no clipping"
             )
-        if old_policy == "sampler" and self.objective.corrections:
-            names = ", ".join(type(part).__name__ for part in self.objective.corrections)
+        paying = [part for part in self.objective.corrections if part.pays_sampler_ratio]
+        if old_policy == "sampler" and paying:
+            names = ", ".join(type(part).__name__ for part in paying)
             raise ConfigError(
                 f"`model.old_policy: sampler` and `model.objective.corrections: {names}` contradict: the ratio already "
                 "compares with the sampler, so there is no gap left to correct. Drop one of them"

@@ -1,0 +1,68 @@
+"""An exported checkpoint is a model that transformers and vLLM load, with the weights that were trained."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.export import export
+from grpo_lit.policy.checkpoint import stop_token_ids
+from grpo_lit.rollouts.engine import EngineModel
+
+PROBE = [5, 80, 120, 33, 200, 7]
+
+
+@pytest.fixture
+def trained(make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path) -> tuple[Any, Path]:
+    """A module after two steps, and its checkpoint."""
+    saver = ModelCheckpoint(tmp_path / "saved", filename="end", every_n_train_steps=2)
+    module = make_module()
+    make_trainer(max_steps=2, callbacks=[saver]).fit(module, datamodule=make_data())
+    return module, tmp_path / "saved" / "end.ckpt"
+
+
+def logprobs(model: Any, tokens: list[int]) -> list[float]:
+    ids = torch.tensor([tokens])
+    return model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def test_transformers_and_vllm_load_what_was_trained(
+    trained: tuple[Any, Path], tmp_path: Path, tiny_model_path: Path
+) -> None:
+    module, checkpoint = trained
+    folder = export(checkpoint, tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = logprobs(module.policy.model.cpu(), PROBE)
+    assert logprobs(model, PROBE) == pytest.approx(expected, abs=1e-6)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    assert max(abs(a - b) for a, b in zip(logprobs(start, PROBE), expected, strict=True)) > 1e-2
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert stop_token_ids(str(folder)) == stop_token_ids(str(tiny_model_path))
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: transformers alone has loaded the export")
+    from grpo_lit.rollouts.vllm import VLLMEngine
+
+    engine = VLLMEngine(cpu_kv_cache_gib=0.5, max_num_seqs=8)
+    try:
+        engine.start(EngineModel(str(folder), stop_token_ids(str(folder)), 128))
+        assert engine.score(PROBE) == pytest.approx(expected, abs=1e-3)
+    finally:
+        engine.close()
+
+
+def test_bad_arguments_are_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
+    _, checkpoint = trained
+    with pytest.raises(ConfigError, match=r"expected a \.ckpt file"):
+        export(tmp_path / "nothing.ckpt", tmp_path / "out")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ConfigError, match="written by grpo-lit fit"):
+        export(tmp_path / "other.ckpt", tmp_path / "out")
+    export(checkpoint, tmp_path / "out", torch.bfloat16)
+    with pytest.raises(ConfigError, match="holds one"):
+        export(checkpoint, tmp_path / "out")
