@@ -1,19 +1,25 @@
 """The surroundings of vLLM's processes: environment, devices, and an end for every one of them."""
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 import psutil
 import torch
 
-from grpo_lit.errors import ConfigError
+from grpo_lit.errors import ConfigError, EngineError
 
+T = TypeVar("T")
 #: Variables of a launcher (torchrun, Lightning) that would make vLLM's workers join the learner's process group.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIX = "TORCHELASTIC_"
 #: How long a process may take to end by itself before it is killed [s].
 _GRACE = 10.0
+#: How often a waiting call looks whether vLLM's processes live [s].
+_LOOK = 1.0
 
 
 @contextmanager
@@ -67,7 +73,45 @@ def engine_processes() -> list[psutil.Process]:
     return found
 
 
-def end_processes(processes: list[psutil.Process]) -> None:
+def call_while_alive(processes: Sequence[psutil.Process], function: Callable[[], T]) -> T:
+    """Call a function of vLLM, and give up when one of its processes is gone.
+
+    vLLM waits for ever for the answer of a process that was killed, as the system does when memory runs out.
+
+    Raises:
+        EngineError: A process is gone.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="grpo-lit-vllm").start()
+    while True:
+        try:
+            return answer.result(timeout=_LOOK)
+        except TimeoutError:
+            if answer.done():  # just now, or the error is the function's own
+                return answer.result()
+            dead = [process.pid for process in processes if not _lives(process)]
+            if dead:
+                raise EngineError(
+                    f"vLLM's process {dead[0]} is gone; the system kills processes when memory runs out: lower the "
+                    "engine's `cpu_kv_cache_gib` or `gpu_memory_utilization`, or the model's micro-batches"
+                ) from None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_processes(processes: Sequence[psutil.Process]) -> None:
     """Wait for processes that are ending, and kill those that do not."""
     _, alive = psutil.wait_procs(processes, timeout=_GRACE)
     for process in alive:

@@ -368,6 +368,13 @@ def test_without_vllm_the_message_says_what_to_do(monkeypatch):
         VLLMEngine().start(EngineModel("nowhere", (0,), 8))
 
 
+@needs_vllm
+def test_weights_cannot_stay_on_a_device_that_is_not_shared(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="`weight_transfer` expected shared_memory"):
+        VLLMEngine(weight_transfer="cuda_ipc").start(EngineModel("nowhere", (0,), 8))
+
+
 def test_the_module_is_imported_without_vllm():
     code = "import sys; sys.modules['vllm'] = None; import grpo_lit.rollouts.vllm as m; print(m.VLLMEngine().close())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

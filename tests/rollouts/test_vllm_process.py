@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
 import torch
 
-from grpo_lit.errors import ConfigError
+from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollouts import vllm_process
-from grpo_lit.rollouts.vllm_process import end_processes, engine_processes, environment, own_device
+from grpo_lit.rollouts.vllm_process import call_while_alive, end_processes, engine_processes, environment, own_device
 
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -75,3 +76,30 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch):
     child.wait()
     assert engine_processes() == []
     end_processes(found)  # already gone
+
+
+@pytest.fixture
+def child():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield psutil.Process(child.pid)
+    child.kill()
+    child.wait()
+
+
+def test_a_call_gives_the_functions_own_result_or_error(child):
+    assert call_while_alive([child], lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        call_while_alive([child], lambda: 1 // 0)
+
+    def late() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        call_while_alive([child], late)
+
+
+def test_a_call_does_not_wait_for_a_process_that_is_gone(child, monkeypatch):
+    monkeypatch.setattr(vllm_process, "_LOOK", 0.05)
+    child.kill()
+    with pytest.raises(EngineError, match=f"process {child.pid} is gone"):
+        call_while_alive([child], threading.Event().wait)  # an answer that never comes
