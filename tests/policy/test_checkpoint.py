@@ -53,6 +53,8 @@ def test_two_forward_passes_in_training_mode_agree_exactly(architecture, tiny_fo
     path = tiny_folder(architecture, **NOISY[architecture])
     model = load_model(str(path)).train()
     assert torch.equal(model(IDS).logits, model(IDS).logits)
+    # Some code asks the configuration at every forward pass instead of the module.
+    assert not [name for name in NOISY[architecture] if getattr(model.config, name)]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "phi", "mixtral"])
