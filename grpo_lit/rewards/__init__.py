@@ -5,11 +5,12 @@ Importing this package makes every reward known to YAML by its short name.
 
 from grpo_lit.rewards.combination import RewardCombination, WeightedReward
 from grpo_lit.rewards.format import ThinkAnswerFormat
-from grpo_lit.rewards.numeric import NumericMatch
+from grpo_lit.rewards.numeric import NumericCloseness, NumericMatch
 from grpo_lit.rewards.reasoning_gym import ReasoningGymScore
 from grpo_lit.rewards.reward import Reward
 
 __all__ = [
+    "NumericCloseness",
     "NumericMatch",
     "ReasoningGymScore",
     "Reward",

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
+from grpo_lit.errors import ConfigError
 from grpo_lit.rewards.extract import answer_text, last_boxed, last_tagged
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rollout import Completion, Prompt
@@ -72,13 +73,41 @@ class NumericMatch(Reward):
                 )
             self.unreadable += 1
             return [None] * len(completions)
-        return [float(self._number(answer_text(prompt, completion)) == gold) for completion in completions]
+        return [self._score(self._number(answer_text(prompt, completion)), gold) for completion in completions]
+
+    def _score(self, number: Fraction | None, gold: Fraction) -> float:
+        return float(number == gold)
 
     def _number(self, text: str) -> Fraction | None:
         if self.extract == "last_number":
             return last_number(text)
         region = last_tagged(text) if self.extract == "answer_tag" else last_boxed(text)
         return None if region is None else only_number(region)
+
+
+class NumericCloseness(NumericMatch):
+    """How near the completion's number is to the prompt's answer.
+
+    score = max(0, 1 - |number - answer| / scale), and 0 without a number
+
+    Where right answers are rare, exact match leaves most groups without signal; this one tells a near miss from a
+    far one. It is no measure of correctness: give it a small weight beside :class:`NumericMatch`.
+
+    Args:
+        scale: Distance from which on nothing is earned.
+        extract: Where the number stands; see :class:`NumericMatch`.
+    """
+
+    def __init__(
+        self, scale: float = 10.0, extract: Literal["last_number", "answer_tag", "boxed"] = "last_number"
+    ) -> None:
+        if not scale > 0:
+            raise ConfigError(f"`scale` of NumericCloseness expected to be > 0, but got {scale}")
+        super().__init__(extract)
+        self.scale = Fraction(scale)
+
+    def _score(self, number: Fraction | None, gold: Fraction) -> float:
+        return 0.0 if number is None else float(max(Fraction(0), 1 - abs(number - gold) / self.scale))
 
 
 def last_number(text: str) -> Fraction | None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lit.rewards.numeric import NumericMatch, last_number, only_number
+from grpo_lit.errors import ConfigError
+from grpo_lit.rewards.numeric import NumericCloseness, NumericMatch, last_number, only_number
 from grpo_lit.rollout import Completion, Prompt
 
 
@@ -194,3 +195,19 @@ def test_reading_takes_linear_time(piece, end):
     started = time.process_time()
     last_number(text)
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("The answer is 41.", 1.0), ("43", 0.8), ("39", 0.8), ("36", 0.5), ("52", 0.0), ("no", 0.0)]
+)
+def test_closeness_falls_linearly_with_distance(text: str, score: float) -> None:
+    # scale 10: 1 - |number - 41| / 10, not below 0
+    completion = Completion((), (), text, "stop", 0)
+    (got,) = NumericCloseness(scale=10.0)(Prompt("p", "q", "41"), [completion])
+    assert got == pytest.approx(score)
+
+
+def test_closeness_to_an_unreadable_answer_abstains_and_a_scale_of_nothing_is_refused() -> None:
+    assert NumericCloseness()(Prompt("p", "q", "yes"), [Completion((), (), "3", "stop", 0)]) == [None]
+    with pytest.raises(ConfigError, match="scale"):
+        NumericCloseness(scale=0.0)

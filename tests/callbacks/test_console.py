@@ -1,0 +1,54 @@
+"""The console says what accuracy was before, now and after, also across a resume."""
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+
+from callbacks import Console
+
+MODULE = Mock(spec=LightningModule)
+
+
+def trainer(step: int, **metrics: float) -> Any:
+    names = {"greedy": "val/sums/greedy", "avg": "val/sums/avg@4", "length": "val/sums/length"}
+    values = {names[name]: value for name, value in metrics.items()}
+    return Mock(spec=Trainer, global_step=step, callback_metrics=values, log_dir="runs/x")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_accuracies_are_printed_and_compared(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    console = Console()
+    console.on_validation_end(trainer(0, greedy=0.19, length=9.0), MODULE)
+    assert lines(caplog) == ["step 0: val/sums/greedy 19.0%"]
+    console.on_validation_end(trainer(20, greedy=0.485, avg=0.4), MODULE)
+    assert lines(caplog) == ["step 20: val/sums/greedy 48.5%, val/sums/avg@4 40.0%"]
+    console.on_fit_end(trainer(20), MODULE)
+    assert lines(caplog)[0] == "val/sums/greedy: 19.0% before, 48.5% after (+29.5 points)"
+
+
+def test_a_resumed_run_remembers_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    first, second = Console(), Console()
+    first.on_validation_end(trainer(0, greedy=0.1), MODULE)
+    second.load_state_dict(first.state_dict())
+    second.on_validation_end(trainer(40, greedy=0.5), MODULE)
+    lines(caplog)
+    second.on_fit_end(trainer(40), MODULE)
+    assert lines(caplog) == [
+        "val/sums/greedy: 10.0% before, 50.0% after (+40.0 points)",
+        "curves: tensorboard --logdir runs/x",
+    ]
+
+
+def test_nothing_measured_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    Console().on_validation_end(trainer(0, greedy=float("nan")), MODULE)
+    assert lines(caplog) == []

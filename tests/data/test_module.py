@@ -1,0 +1,133 @@
+"""The data module's own promises: order of calls to the engine, seeds, ranks, and who is told of a stale engine."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from toys import EvenShare, Letters
+
+from grpo_lit.data.module import RolloutDataModule
+from grpo_lit.rewards import RewardCombination, WeightedReward
+from grpo_lit.rollout import Completion, Request, Sampling
+from grpo_lit.rollouts.engine import Engine, EngineModel
+
+
+class RecordingEngine(Engine):
+    """Answers every request with its own seed's parity, and writes down what it is asked."""
+
+    def __init__(self, gap: float = 0.0) -> None:
+        self.calls: list[str] = []
+        self.seeds: list[int] = []
+        self.gap = gap
+
+    def start(self, model: EngineModel) -> None:
+        self.calls.append("start")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.calls.append(f"load {version}")
+        self.weight_version = version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        self.calls.append(f"generate {len(requests)} with {self.weight_version}")
+        self.seeds += [request.seed for request in requests]
+        return [Completion((r.seed % 7 + 4, 2), (-1.0, -1.0), "x", "stop", self.weight_version) for r in requests]
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        self.calls.append("score")
+        return [-1.0 + self.gap] * (len(token_ids) - 1)
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.weight_version = None
+
+
+def one_of(rank: int, size: int) -> SingleDeviceStrategy:
+    """One rank of several, without the others."""
+    cpu = torch.device("cpu")
+    strategy = Mock(spec=SingleDeviceStrategy, global_rank=rank, world_size=size, root_device=cpu)
+    strategy.reduce = lambda values, reduce_op: values
+    return strategy
+
+
+@pytest.fixture
+def build(tiny_model_path: Path) -> Callable[..., RolloutDataModule]:
+    def make(rank: int = 0, world_size: int = 1, gap: float = 0.0, **changes: Any) -> RolloutDataModule:
+        arguments: dict[str, Any] = {
+            "engine": RecordingEngine(gap),
+            "train": Letters(),
+            "rewards": RewardCombination({"even": WeightedReward(EvenShare())}),
+            "sampling": Sampling(completions=2, max_tokens=4),
+            "prompts_per_rollout": 5,
+            "max_prompt_tokens": 100,
+            "checkpoint": str(tiny_model_path),
+        }
+        data = RolloutDataModule(**{**arguments, **changes})
+        strategy = one_of(rank, world_size)
+        module = SimpleNamespace(
+            global_step=0, named_weights=lambda: iter(()), score=lambda ids: [-1.0] * (len(ids) - 1)
+        )
+        data.trainer = SimpleNamespace(strategy=strategy, lightning_module=module, global_step=0)
+        data.setup("fit")
+        return data
+
+    return make
+
+
+def test_weights_are_loaded_before_each_rollout_and_once_per_version(build: Callable) -> None:
+    data = build(num_updates=2)
+    for step in range(4):
+        data.trainer.lightning_module.global_step = step
+        data.draw()
+    expected = ["start", "load 0", "score", "generate 10 with 0", "load 2", "score", "generate 10 with 2"]
+    assert data.engine.calls == expected
+
+
+def test_evaluation_uses_the_newest_weights_and_the_next_rollout_needs_no_second_sync(build: Callable) -> None:
+    data = build(val={"held": Letters(3, heldout=True)})
+    data.trainer.lightning_module.global_step = 4
+    (loader,) = data.val_dataloader()
+    (batch,) = list(loader)
+    assert len(batch.greedy) == 3
+    data.draw()
+    assert data.engine.calls == ["start", "load 4", "score", "generate 3 with 4", "generate 10 with 4"]
+
+
+def test_no_two_samples_share_a_seed_and_ranks_split_the_same_prompts(build: Callable) -> None:
+    whole, *parts = build(), build(rank=0, world_size=2), build(rank=1, world_size=2)
+    for data in (whole, *parts):
+        for _ in range(4):  # 20 prompts of 12: into the second epoch
+            data.draw()
+    seeds = [data.engine.seeds for data in (whole, *parts)]
+    assert len(set(seeds[0])) == len(seeds[0]) == 40
+    assert sorted(seeds[1] + seeds[2]) == sorted(seeds[0])
+    assert not set(seeds[1]) & set(seeds[2])
+
+
+def test_an_engine_without_the_weights_is_reported(build: Callable) -> None:
+    with pytest.warns(
+        UserWarning, match="engine and learner disagree after the weight sync of step 0: mean log-prob gap 0.5"
+    ):
+        build(gap=0.5).draw()
+
+
+def test_closing_is_safe_at_any_time_and_the_engine_starts_anew(build: Callable) -> None:
+    data = build()
+    data.teardown("fit")
+    data.draw()
+    data.on_exception(RuntimeError())
+    data.draw()
+    starts = [call for call in data.engine.calls if call in ("start", "close")]
+    assert starts == ["close", "start", "close", "start"]
+
+
+def test_more_ranks_than_held_out_prompts_still_end_the_loop(build: Callable) -> None:
+    data = build(rank=1, world_size=2, val={"held": Letters(1, heldout=True)})
+    (loader,) = data.val_dataloader()
+    (batch,) = list(loader)
+    assert batch.greedy == []
+    assert set(batch.rates()._sums) == {"val/held/greedy", "val/held/length", "val/held/truncated"}
