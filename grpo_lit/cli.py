@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from grpo_lit import objectives, rewards
@@ -59,6 +60,15 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         run(list(args) if args is not None else None)
     except (ConfigError, EngineError, RewardError, TrainingError) as error:
+        _answer(error, str(error))
+    except MisconfigurationException as error:
+        # Manual optimization: the learner clips and cuts into micro-batches itself.
+        _answer(
+            error,
+            f"{error}\n  grpo_lit has its own keys for these: model.gradient_clip_norm, data.num_updates, "
+            "model.max_tokens_per_micro_batch",
+        )
+    except FileNotFoundError as error:
         _answer(error, str(error))
     except ValueError as error:
         # jsonargparse wraps what a constructor refused, once for each branch of its type.

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lit.data.evaluation import EvaluationBatch
 from grpo_lit.metrics.rates import Rates
@@ -43,14 +44,13 @@ class EvaluatingModule(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log accuracy over all prompts of all ranks, also when it is measured before the first step."""
         values = self._evaluation.compute(self.ranks.sum, self.ranks.max)
-        if self.trainer.sanity_checking:
-            # Lightning throws away what is logged before training starts: this is the "before" of every run.
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            # Not through self.log: before training Lightning throws it away, and later it puts it at the step before.
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step=self.global_step)
             self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         else:
-            # Lightning would put it at the step before: the x-axis counts the optimizer steps these weights have had.
-            self.log_values(values | {"step": float(self.global_step)})
+            self.log_values(values)
 
     on_test_epoch_end = on_validation_epoch_end
 

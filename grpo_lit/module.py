@@ -12,11 +12,13 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.errors import ConfigError, TrainingError
 from grpo_lit.evaluating import EvaluatingModule
-from grpo_lit.metrics.memory import PeakMemory, children_memory
+from grpo_lit.metrics.memory import PeakMemory
+from grpo_lit.metrics.rollout import rollout_values
 from grpo_lit.objectives import Objective
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.learner import GradientOutput, Learner
@@ -25,6 +27,10 @@ from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 
 OldPolicy = Literal["logprobs", "weights", "sampler"]
+
+
+#: What a run that stands still says of itself.
+_TOLD = ("reward/", "exploration/solve", "exploration/zero")
 
 
 class GRPOModule(EvaluatingModule):
@@ -45,7 +51,7 @@ class GRPOModule(EvaluatingModule):
         gradient_clip_norm: Largest global gradient norm; ``null``: no clipping.
         share_prefix: One copy of a prompt for all its completions. ``null``: where the architecture allows it.
         max_idle_minibatches: Stop after this many in a row that could not move the weights.
-        gradient_checkpointing: Recompute activations in backward: less memory, about a third more time.
+        gradient_checkpointing: Recompute activations in backward: less memory, more time.
     """
 
     def __init__(
@@ -73,10 +79,9 @@ class GRPOModule(EvaluatingModule):
         self.reference: Policy | None = None
         self.old_policy: Policy | None = None
         self._step_started = time.perf_counter()
-        if max_tokens_per_micro_batch < 2:
-            raise ConfigError(
-                f"`model.max_tokens_per_micro_batch` expected to be >= 2, but got {max_tokens_per_micro_batch}"
-            )
+        for name, bound in {"max_tokens_per_micro_batch": 2, "max_idle_minibatches": 1}.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"`model.{name}` expected to be >= {bound}, but got {getattr(self, name)}")
         if gradient_clip_norm is not None and gradient_clip_norm <= 0:
             raise ConfigError(
                 f"`model.gradient_clip_norm` expected to be > 0, but got {gradient_clip_norm}: use null for no clipping"
@@ -88,8 +93,6 @@ class GRPOModule(EvaluatingModule):
                 f"`model.old_policy: sampler` and `model.objective.corrections: {names}` contradict: the ratio already "
                 "compares with the sampler, so there is no gap left to correct. Drop one of them"
             )
-
-    # ------------------------------------------------------------------ set-up
 
     def setup(self, stage: str) -> None:
         """Refuse precisions in which reinforcement learning silently stands still."""
@@ -119,7 +122,7 @@ class GRPOModule(EvaluatingModule):
             f"{type(model).__name__}: prompts are {'shared by' if self.share_prefix else 'repeated for'} "
             "their completions"
         )
-        self.policy = Policy(model, entropy_gradient=self.objective.entropy_coefficient > 0).train()
+        self.policy = Policy(model).train()
         if self.objective.needs_reference:
             self.reference = self._frozen_copy()
         if self.old_policy_source == "weights":
@@ -145,8 +148,6 @@ class GRPOModule(EvaluatingModule):
             self.objective, self.max_tokens_per_micro_batch, bool(self.share_prefix), self.ranks, self.device
         )
 
-    # ------------------------------------------------------------------ training
-
     def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
         """Make one optimizer step on one minibatch of a rollout.
 
@@ -156,25 +157,31 @@ class GRPOModule(EvaluatingModule):
         Raises:
             TrainingError: After ``max_idle_minibatches`` of those in a row.
         """
+        tries: list[Rollout] = []
         for skipped in range(self.max_idle_minibatches):
+            minibatch = self.trainer.datamodule.draw() if skipped else minibatch  # type: ignore[attr-defined]
+            tries += [minibatch.rollout] if minibatch.update == 0 else []
             values, problem = self._update(minibatch)
             if problem is None:
-                values["optimization/skipped"] = float(skipped)
-                values["system/time_step"] = time.perf_counter() - self._step_started
-                self._step_started = time.perf_counter()
-                self.log_values(values)
-                return
+                break
             rank_zero_warn(f"step {self.global_step}: a minibatch is skipped and replaced: {problem}")
-            minibatch = self.trainer.datamodule.draw()
-        raise TrainingError(
-            f"{self.max_idle_minibatches} minibatches in a row could not move the weights; the last: {problem}. Check "
-            "reward/* and exploration/solve_none on TensorBoard, or raise `model.max_idle_minibatches`"
-        )
+        values |= rollout_values(tries, self.ranks) if tries else {}
+        values["optimization/skipped"] = float(skipped if problem is None else skipped + 1)
+        values["system/time_step"] = time.perf_counter() - self._step_started
+        self._step_started = time.perf_counter()
+        self.log_values(values)
+        if problem is not None:
+            seen = ", ".join(f"{name} {value:.3g}" for name, value in values.items() if name.startswith(_TOLD))
+            raise TrainingError(
+                f"{self.max_idle_minibatches} minibatches in a row could not move the weights; the last: {problem}. "
+                f"They had {seen}. Change the task or the rewards, or raise `model.max_idle_minibatches`"
+            )
 
     def _update(self, minibatch: Minibatch) -> tuple[dict[str, float], str | None]:
         """Try an optimizer step; return what to log, and why nothing could be made of the minibatch."""
         started, memory = time.perf_counter(), PeakMemory(self.device)
         rollout = minibatch.rollout
+        self.policy.entropy_gradient = self.objective.entropy_coefficient > 0  # a controller may have changed it
         if minibatch.update == 0:
             self._begin(rollout)
         batch = rollout.batch.select(rollout.updates[minibatch.update])
@@ -193,9 +200,8 @@ class GRPOModule(EvaluatingModule):
         values |= {"optimization/loss": output.loss, "optimization/grad_norm": norm}
         values["system/time_learn"] = time.perf_counter() - started
         values["system/memory_learn"] = memory.take()
-        values["system/learner_tokens_per_s"] = output.tokens / values["system/time_learn"]
-        if minibatch.update == 0:
-            values |= self._rollout_values(rollout)
+        tokens = float(self.ranks.sum(torch.tensor(float(output.tokens))))
+        values["system/learner_tokens_per_s"] = tokens / values["system/time_learn"]
         return values, problem
 
     def _begin(self, rollout: Rollout) -> None:
@@ -228,8 +234,8 @@ class GRPOModule(EvaluatingModule):
         optimizer = self.optimizers()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         limit = math.inf if self.gradient_clip_norm is None else self.gradient_clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        total = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         # Gradients are averaged over ranks by now, so every rank comes to the same verdict.
         problem = None if math.isfinite(norm) else "its gradient is not finite"
         if output.micro_batches == 0:
@@ -240,8 +246,6 @@ class GRPOModule(EvaluatingModule):
                 scheduler.step()
         optimizer.zero_grad()
         return norm, problem
-
-    # ------------------------------------------------------------------ weights, for the engine
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under their Hugging Face names."""
@@ -254,8 +258,6 @@ class GRPOModule(EvaluatingModule):
         probe = Completion(rest, (0.0,) * len(rest), text="", finish_reason="stop", weight_version=self.global_step)
         batch = TokenBatch.from_groups([Group(prompt, 0, (probe,), rewards=[0.0])], temperature=1.0)
         return self.learner.evaluate(self.policy, batch).logprobs.tolist()
-
-    # ------------------------------------------------------------------ logging and checkpoints
 
     def on_validation_end(self) -> None:
         """Leave the time spent on held-out prompts out of the step's."""
@@ -272,20 +274,24 @@ class GRPOModule(EvaluatingModule):
         values["optimization/advantage_std"] = values["_advantage_squared"] ** 0.5
         return self.objective.derived(values) | {"optimization/lr": learning_rate}
 
-    def _rollout_values(self, rollout: Rollout) -> dict[str, float]:
-        """Return what is logged once per rollout."""
-        values = rollout.rates.compute(self.ranks.sum, self.ranks.max)
-        seconds = {f"system/time_{phase}": value for phase, value in rollout.seconds.items()}
-        tokens = float(
-            self.ranks.sum(torch.tensor(float(sum(len(c.token_ids) for g in rollout.groups for c in g.completions))))
-        )
-        values["system/rollout_tokens_per_s"] = tokens / max(rollout.seconds.get("rollout", 0.0), 1e-9)
-        values |= {"system/memory_rollout": rollout.memory, "system/memory_engine": children_memory()}
-        return values | seconds
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note which model this is, for exporting it."""
+        """Note which model this is, for exporting it, and that a batch begun but not finished will be made again."""
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        for counts in progress.values():
+            if isinstance(counts, dict) and counts["ready"] > counts["processed"]:
+                counts |= dict.fromkeys(("ready", "started"), counts["completed"])
         checkpoint["grpo_lit"] = {"format": 1, "checkpoint": self.checkpoint}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint with a reference or an old policy where this run has none, or the reverse."""
+        held = {name.split(".")[0] for name in checkpoint["state_dict"]}
+        for name, key in (("reference", "model.objective.divergence"), ("old_policy", "model.old_policy")):
+            if (name in held) != (getattr(self, name) is not None):
+                raise ConfigError(
+                    f"`{key}` expected what the checkpoint was trained with, {'a' if name in held else 'no'} {name}, "
+                    f"but got {'none' if name in held else 'one'}: resume with the same recipe, or start a "
+                    "new run from exported weights"
+                )
 
 
 def _default_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

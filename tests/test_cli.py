@@ -88,6 +88,8 @@ MISTAKES = {
     "missing_model": (["--model.checkpoint", "no/such-model"], ["model.checkpoint", "no/such-model"]),
     "no_model_given": (["--model.checkpoint", "???"], ["model.checkpoint"]),
     "greedy_training": (["--data.sampling.temperature", "0"], ["data.sampling.temperature"]),
+    "lightnings_clipping": (["--trainer.gradient_clip_val", "1"], ["model.gradient_clip_norm"]),
+    "missing_checkpoint": (["--ckpt_path", "nowhere.ckpt"], ["nowhere.ckpt"]),
     "missing_config": (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     "bad_bound": (["--model.objective.surrogate.init_args.low", "-1"], ["low"]),
     "half_precision": (["--trainer.precision", "16-true"], ["trainer.precision"]),

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +21,7 @@ from grpo_lit.data.template import PromptTemplate
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_rates
-from grpo_lit.policy.checkpoint import context_length, load_tokenizer, stop_token_ids
+from grpo_lit.policy.checkpoint import context_length, load_tokenizer, resolve_checkpoint, stop_token_ids
 from grpo_lit.ranks import Ranks
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Prompt, Sampling
@@ -77,9 +79,11 @@ class RolloutDataModule(LightningDataModule):
         self.stream: PromptStream | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._held_out: dict[str, list[Prompt]] = {}
+        self._held_out_questions: dict[str, str] = {}
         self._rollout: Rollout | None = None
         self._update = 0
         self._rollouts = 0
+        self._before_step: tuple[int, dict[str, Any]] | None = None
         self._started = False
         self._validate()
 
@@ -94,9 +98,12 @@ class RolloutDataModule(LightningDataModule):
                 f"`data.sampling.completions` expected to be >= 2, but got {self.sampling.completions}: an advantage "
                 "is a comparison within the group"
             )
-        for name in ("prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`data.{name}` expected to be >= 1, but got {getattr(self, name)}")
+        least = dict.fromkeys(("prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens"), 1)
+        least |= {"sampling.max_tokens": 1, "evaluation.prompts_per_batch": 1, "evaluation.completions": 0}
+        for name, bound in least.items():
+            value = attrgetter(name)(self)
+            if value < bound:
+                raise ConfigError(f"`data.{name}` expected to be >= {bound}, but got {value}")
         if self.num_updates > self.prompts_per_rollout:
             raise ConfigError(
                 f"`data.num_updates` expected at most `data.prompts_per_rollout` ({self.prompts_per_rollout}), but got "
@@ -124,6 +131,7 @@ class RolloutDataModule(LightningDataModule):
             )
         for name, source in self.val.items():
             self._held_out[name] = self._rendered(name, source, tokenizer)
+            self._held_out_questions |= dict.fromkeys((p.question for p in self._held_out[name]), name)
         self.stream = PromptStream(self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed)
         self._tokenizer = tokenizer
 
@@ -151,7 +159,8 @@ class RolloutDataModule(LightningDataModule):
         module = self.trainer.lightning_module
         if not self._started:
             stops = stop_token_ids(self.checkpoint)
-            self.engine.start(EngineModel(self.checkpoint, stops, self.max_prompt_tokens + self.sampling.max_tokens))
+            length = self.max_prompt_tokens + self.sampling.max_tokens
+            self.engine.start(EngineModel(resolve_checkpoint(self.checkpoint), stops, length))
             self._started = True
         if self.engine.weight_version != module.global_step:
             self.engine.load_weights(module.named_weights(), module.global_step)
@@ -163,7 +172,8 @@ class RolloutDataModule(LightningDataModule):
         text = self.stream.probe_ids
         learner, engine = self.trainer.lightning_module.score(text), self.engine.score(text)
         gap = sum(abs(a - b) for a, b in zip(learner, engine, strict=True)) / max(len(learner), 1)
-        if not gap <= self.probe_tolerance:
+        gap = float(self.ranks.max(torch.tensor(gap).nan_to_num(nan=torch.inf)))
+        if gap > self.probe_tolerance:
             rank_zero_warn(
                 f"engine and learner disagree after the weight sync of step {self.trainer.global_step}: mean log-prob "
                 f"gap {gap:.3f} nats on a fixed text, more than `data.probe_tolerance` ({self.probe_tolerance}). The "
@@ -179,6 +189,9 @@ class RolloutDataModule(LightningDataModule):
 
     def draw(self) -> Minibatch:
         """Return the next minibatch, of a new rollout where the last one is used up; all ranks must call."""
+        step = self.trainer.lightning_module.global_step
+        if self._before_step is None or self._before_step[0] != step:
+            self._before_step = (step, self._state())
         if self._rollout is None or self._update == self._rollout.plan.steps:
             self._rollout, self._update = self._new_rollout(), 0
         self._update += 1
@@ -197,7 +210,16 @@ class RolloutDataModule(LightningDataModule):
         return Rollout(groups, batch, plan, rates=rates, seconds=seconds, memory=memory.take())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands, and the rollout in progress with what is left of it; plain types only."""
+        """Return where the stream stands, and the rollout in progress with what is left of it; plain types only.
+
+        In the middle of an optimizer step (Ctrl-C, a crash) that is the state before it: what was drawn for it has not
+        been trained on, and is drawn again.
+        """
+        if self._before_step is not None and self._before_step[0] == self.trainer.lightning_module.global_step:
+            return self._before_step[1]
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         open_rollout = self._rollout is not None and self._update < self._rollout.plan.steps
         return {
             "stream": self.stream.state_dict(),
@@ -207,7 +229,9 @@ class RolloutDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Go on where :meth:`state_dict` was taken; evaluation asks its own prompts and needs none of it."""
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
         self.stream.load_state_dict(state["stream"])
         self._rollouts, self._update = state["rollouts"], state["update"]
         self._rollout = None
@@ -239,12 +263,11 @@ class RolloutDataModule(LightningDataModule):
 
     def _refuse_held_out(self, prompts: Sequence[tuple[Prompt, int]]) -> None:
         """Refuse to train on a question that accuracy is measured on."""
-        held_out = {prompt.question: name for name, kept in self._held_out.items() for prompt in kept}
         for prompt, _ in prompts:
-            if prompt.question in held_out:
+            if prompt.question in self._held_out_questions:
                 raise ConfigError(
-                    f"`data.train` expected no question of `data.val`, but got {prompt.id}, which is also in "
-                    f"`data.val.{held_out[prompt.question]}`: give both splits the same `heldout_fraction`"
+                    f"`data.train` expected no question of `data.val`, but got {prompt.id}, which is also in `data.val."
+                    f"{self._held_out_questions[prompt.question]}`: give both splits the same `heldout_fraction`"
                 )
 
     def _evaluation_loader(self, name: str) -> EvaluationLoader:

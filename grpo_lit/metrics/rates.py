@@ -26,13 +26,13 @@ class Rates:
 
     def add(self, name: str, values: Tensor, count: int | float | None = None) -> None:
         """Add ``values`` to a mean; ``count`` replaces their number as denominator."""
-        values = values.detach().double()
+        values = values.detach().double().cpu()  # sums of any device meet here
         pair = torch.stack([values.sum(), values.new_tensor(values.numel() if count is None else count)])
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def maximum(self, name: str, values: Tensor) -> None:
         """Add ``values`` to a maximum; an empty tensor only reserves the name."""
-        top = values.detach().double().flatten()
+        top = values.detach().double().cpu().flatten()
         top = torch.cat([top, top.new_full((1,), -torch.inf)]).max()
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 

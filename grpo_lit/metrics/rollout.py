@@ -1,11 +1,15 @@
 """What is logged of a rollout before anything is trained on it."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from grpo_lit.metrics.memory import children_memory
 from grpo_lit.metrics.rates import Rates
+from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group
+from grpo_lit.rollouts.minibatch import Rollout
 
 
 def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str]) -> Rates:
@@ -34,6 +38,22 @@ def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str]) -> Rates
         _floats(len({c.text for c in g.completions}) / len(g.completions) for g in groups),
     )
     return rates
+
+
+def rollout_values(rollouts: Sequence[Rollout], ranks: Ranks) -> dict[str, float]:
+    """Return what is logged of the rollouts that an optimizer step began, those without signal included."""
+    rates, seconds = Rates(), Counter[str]()
+    for rollout in rollouts:
+        rates.merge(rollout.rates)
+        seconds.update(rollout.seconds)
+    values = rates.compute(ranks.sum, ranks.max)
+    # All ranks draw at the same time: their tokens add up, and the slowest one's time counts.
+    drawn = sum(len(c.token_ids) for rollout in rollouts for group in rollout.groups for c in group.completions)
+    tokens, slowest = ranks.sum(torch.tensor(float(drawn))), ranks.max(torch.tensor(float(seconds["rollout"])))
+    values["system/rollout_tokens_per_s"] = float(tokens) / max(float(slowest), 1e-9)
+    values["system/memory_rollout"] = max(rollout.memory for rollout in rollouts)
+    values["system/memory_engine"] = children_memory()
+    return values | {f"system/time_{phase}": value for phase, value in seconds.items()}
 
 
 def _zero_signal(group: Group) -> bool:

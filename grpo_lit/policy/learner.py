@@ -54,9 +54,7 @@ class Learner:
 
     def counts(self, batch: TokenBatch) -> Counts:
         """Return what an optimizer step holds over all ranks."""
-        local = [len(batch.lengths), batch.tokens, len(torch.unique(batch.group))]
-        sequences, tokens, groups = self.ranks.sum(torch.tensor(local)).tolist()
-        return Counts(sequences=sequences, tokens=tokens, groups=groups)
+        return Counts.of(batch, self.ranks.sum)
 
     @torch.no_grad()
     def evaluate(self, policy: Policy, batch: TokenBatch, sequences: SequenceInt | None = None) -> PolicyOutput:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from grpo_lit.batch import TokenBatch
 from grpo_lit.policy.head import Head, logprobs_and_entropy
 from grpo_lit.policy.packing import Pack
 from grpo_lit.shapes import TokenFloat, TokenInt
@@ -62,11 +61,6 @@ class Policy(nn.Module):
         )
         logprobs, entropy = logprobs_and_entropy(hidden, targets, head)
         return PolicyOutput(logprobs, entropy)
-
-    def answer(self, micro: TokenBatch, pack: Pack) -> PolicyOutput:
-        """Run the model on a micro-batch, on the model's device."""
-        device = next(self.parameters()).device
-        return self(pack.to(device), micro.token_ids.to(device), micro.temperature)
 
 
 def _logit_scale(config: PretrainedConfig) -> float:

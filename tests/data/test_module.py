@@ -1,5 +1,6 @@
 """The data module's own promises: order of calls to the engine, seeds, ranks, and who is told of a stale engine."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from toys import EvenShare, Letters
 
+from grpo_lit.data.evaluation import Evaluation
 from grpo_lit.data.module import RolloutDataModule
+from grpo_lit.errors import ConfigError
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
@@ -71,7 +75,8 @@ def build(tiny_model_path: Path) -> Callable[..., RolloutDataModule]:
         module = SimpleNamespace(
             global_step=0, named_weights=lambda: iter(()), score=lambda ids: [-1.0] * (len(ids) - 1)
         )
-        data.trainer = SimpleNamespace(strategy=strategy, lightning_module=module, global_step=0)
+        state = SimpleNamespace(fn=TrainerFn.FITTING)
+        data.trainer = SimpleNamespace(strategy=strategy, lightning_module=module, global_step=0, state=state)
         data.setup("fit")
         return data
 
@@ -131,3 +136,47 @@ def test_more_ranks_than_held_out_prompts_still_end_the_loop(build: Callable) ->
     (batch,) = list(loader)
     assert batch.greedy == []
     assert set(batch.rates()._sums) == {"val/held/greedy", "val/held/length", "val/held/truncated"}
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_a_step_that_was_not_made_is_drawn_again_after_a_crash(build: Callable, num_updates: int) -> None:
+    def asked(data: RolloutDataModule, steps: range) -> list[list[int]]:
+        drawn = []
+        for step in steps:
+            data.trainer.lightning_module.global_step = step
+            minibatch = data.draw()
+            minibatch.rollout.updates = minibatch.rollout.plan.sequences(minibatch.rollout.batch)
+            drawn.append(
+                minibatch.rollout.batch.select(minibatch.rollout.updates[minibatch.update]).prompt_ids.tolist()
+            )
+        return drawn
+
+    straight = asked(build(num_updates=num_updates), range(4))
+    crashed = build(num_updates=num_updates)
+    asked(crashed, range(3))  # the third is drawn, and never trained on
+    resumed = build(num_updates=num_updates)
+    resumed.load_state_dict(crashed.state_dict())
+    assert asked(resumed, range(2, 4)) == straight[2:]
+
+
+def test_evaluation_ignores_where_training_stood(build: Callable) -> None:
+    trained = build()
+    trained.draw()
+    other = build(seed=5)
+    other.trainer.state.fn = TrainerFn.TESTING
+    other.load_state_dict(trained.state_dict())
+    assert other.stream.state_dict()["position"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sampling": Sampling(max_tokens=0)}, "data.sampling.max_tokens"),
+        ({"evaluation": Evaluation(prompts_per_batch=0)}, "data.evaluation.prompts_per_batch"),
+        ({"evaluation": Evaluation(completions=-1)}, "data.evaluation.completions"),
+        ({"num_epochs": 0}, "data.num_epochs"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(build: Callable, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        build(**changes)

@@ -110,3 +110,13 @@ def test_steps_without_signal_do_not_disturb_resuming(
     resumed, data, trainer = build(5)
     trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / "saved" / "step=3.ckpt"))
     torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)
+
+
+def test_a_checkpoint_with_another_set_of_models_is_refused(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path / "saved", filename="x", every_n_train_steps=1)
+    make_trainer(max_steps=1, callbacks=[saver]).fit(make_module(), datamodule=make_data())
+    other = make_module(objective=Objective(divergence=K3(beta=0.1)))
+    with pytest.raises(ConfigError, match=r"model\.objective\.divergence.*no reference"):
+        make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=str(tmp_path / "saved" / "x.ckpt"))
