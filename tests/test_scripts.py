@@ -128,6 +128,18 @@ def test_a_failed_installation_shows_pips_reason_and_is_not_taken_for_done(clone
     assert clone.take_calls() == [LOCKED, PACKAGE]
 
 
+def test_an_installation_that_failed_on_the_way_is_not_taken_for_the_one_before_it(clone):
+    lock = clone.repo / "scripts/requirements-cpu.txt"
+    before = lock.read_text()
+    clone.run("scripts/setup")
+    lock.write_text(before + "other==1.0\n")
+    assert clone.run("scripts/setup", PIP_ERROR="the line was cut").returncode == 1
+    lock.write_text(before)
+    clone.take_calls()
+    assert clone.run("scripts/setup").returncode == 0
+    assert clone.take_calls() == [LOCKED, PACKAGE]
+
+
 @pytest.mark.parametrize("platform", ["3.12 x86_64", "3.13 x86_64", "3.11 aarch64"])
 def test_where_the_lock_does_not_fit_a_set_is_resolved_and_called_untested(clone, platform):
     fails = {"PIP_ERROR": "No matching distribution found for numba==0.65.0", "PIP_FAILS_ON": "*cpu.txt"}

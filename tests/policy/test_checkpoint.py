@@ -65,6 +65,13 @@ def test_without_that_care_they_do_not(architecture, tiny_model):
 
 
 @torch.no_grad()
+def test_dropout_written_into_the_code_is_silenced_too(tiny_folder, monkeypatch):
+    monkeypatch.setattr("grpo_lit.policy.checkpoint.silence_config", lambda config: None)  # it knows nothing of it
+    model = load_model(str(tiny_folder("gpt2"))).train()
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+@torch.no_grad()
 def test_dropout_of_an_adapter_is_silenced_too(tiny_model_path):
     adapter = LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(load_model(str(tiny_model_path)), adapter).train()
