@@ -144,6 +144,9 @@ class VLLMEngine(Engine):
         if on_cpu:
             arguments |= {
                 "kv_cache_memory_bytes": int(self.cpu_kv_cache_gib * _GIB),
+                # The samples of a prompt share its full blocks. The default of 128 is longer than many prompts, and
+                # then each sample computes the prompt anew; 32 is the least that vLLM's attention on CPU takes.
+                "block_size": 32,
                 # A prompt split over two steps rewinds its request's random stream, which CPU generators cannot:
                 # vLLM 0.32 dies of it ("CPU Generator does not use offset").
                 "enable_chunked_prefill": False,
