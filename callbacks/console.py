@@ -18,6 +18,7 @@ class Console(Callback):
         self.prefix = prefix
         self._before: dict[str, float] = {}
         self._now: dict[str, float] = {}
+        self._measured_at = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Keep the accuracies before the first step across a resume."""
@@ -33,11 +34,14 @@ class Console(Callback):
         self._now = {n: v for n, v in values.items() if _is_accuracy(n) and math.isfinite(v)}
         for name, value in self._now.items():
             self._before.setdefault(name, value)
+        self._measured_at = trainer.global_step
         if self._now:
             rank_zero_info(f"step {trainer.global_step}: " + ", ".join(f"{n} {v:.1%}" for n, v in self._now.items()))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print before and after, and where the curves are."""
+        if self._now and self._measured_at < trainer.global_step:
+            rank_zero_info(f"held-out accuracy was last measured at step {self._measured_at} of {trainer.global_step}")
         for name, after in self._now.items():
             before = self._before[name]
             rank_zero_info(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")

@@ -52,3 +52,11 @@ def test_nothing_measured_prints_nothing(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level("INFO")
     Console().on_validation_end(trainer(0, greedy=float("nan")), MODULE)
     assert lines(caplog) == []
+
+
+def test_an_old_measurement_is_not_sold_as_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    console = Console()
+    console.on_validation_end(trainer(0, greedy=0.1), MODULE)
+    console.on_fit_end(trainer(10), MODULE)
+    assert "held-out accuracy was last measured at step 0 of 10" in lines(caplog)
