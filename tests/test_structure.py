@@ -76,7 +76,9 @@ def test_the_library_runs_without_callbacks():
 
 
 def test_one_idea_fits_one_file():
-    lengths = {name(file): len(file.read_text().splitlines()) for file in SOURCES if file.suffix != ".txt"}
+    lengths = {
+        name(file): len(file.read_text().splitlines()) for file in SOURCES if file.suffix not in (".txt", ".png")
+    }
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_FILE_LINES}
 
 
