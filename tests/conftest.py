@@ -5,6 +5,7 @@ Nothing of grpo_lit is imported at the top: shapes are checked in modules that a
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,5 +201,8 @@ class SkipPolice:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A run in the background of a shell ignores Ctrl-C, and so would every process that a test starts to end it so.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("CI", "").lower() in ("1", "true"):
         config.pluginmanager.register(SkipPolice())
