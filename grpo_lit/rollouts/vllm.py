@@ -20,7 +20,14 @@ from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
-from grpo_lit.rollouts.vllm_process import call_while_alive, end_processes, engine_processes, environment, own_device
+from grpo_lit.rollouts.vllm_process import (
+    call_while_alive,
+    end_processes,
+    engine_processes,
+    environment,
+    interruptible,
+    own_device,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -93,7 +100,7 @@ class VLLMEngine(Engine):
         self._model = model
         others = engine_processes()
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
-        with environment(self._variables(on_cpu)):
+        with environment(self._variables(on_cpu)), interruptible():
             from vllm import LLM
 
             try:

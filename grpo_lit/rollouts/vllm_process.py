@@ -1,10 +1,12 @@
 """The surroundings of vLLM's processes: environment, devices, and an end for every one of them."""
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import FrameType
 from typing import TypeVar
 
 import psutil
@@ -39,6 +41,34 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+class _Interrupt(BaseException):
+    """Ctrl-C under another name."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Make Ctrl-C end what runs within, though it catches ``KeyboardInterrupt``.
+
+    vLLM swallows it while its engine starts; the engine's process ends all the same, and vLLM then waits 10 minutes for
+    it. In another than the main thread, and where Ctrl-C has another meaning than Python's, nothing is changed.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Interrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except _Interrupt:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def own_device(tensor_parallel_size: int) -> dict[str, str]:

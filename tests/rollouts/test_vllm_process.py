@@ -1,9 +1,12 @@
 """vLLM's processes see the environment made for them; the learner's is as before; none of them outlives its engine."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -11,7 +14,14 @@ import torch
 
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollouts import vllm_process
-from grpo_lit.rollouts.vllm_process import call_while_alive, end_processes, engine_processes, environment, own_device
+from grpo_lit.rollouts.vllm_process import (
+    call_while_alive,
+    end_processes,
+    engine_processes,
+    environment,
+    interruptible,
+    own_device,
+)
 
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -35,6 +45,35 @@ def test_the_environment_is_put_back_after_a_failure():
     with pytest.raises(KeyError), environment({"NEW": "1"}):
         raise KeyError
     assert dict(os.environ) == before
+
+
+def swallow_ctrl_c(seconds: float) -> str:
+    """As vLLM does while its engine starts."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        pass
+    return "on it goes"
+
+
+def test_ctrl_c_is_not_swallowed():
+    assert swallow_ctrl_c(5) == "on it goes"
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        swallow_ctrl_c(5)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_meaning_of_ctrl_c_is_kept(monkeypatch):
+    meant = []
+    before = signal.signal(signal.SIGINT, lambda *_: meant.append("mine"))
+    with interruptible():
+        swallow_ctrl_c(0.01)
+    assert meant == ["mine"]
+    signal.signal(signal.SIGINT, before)
+    with ThreadPoolExecutor(1) as pool:  # a thread may not set handlers
+        pool.submit(interruptible().__enter__).result()
 
 
 @pytest.mark.parametrize(
