@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -243,11 +244,10 @@ SKIPPED = "import pytest\n\n\ndef test_a(): ...\n\n\ndef test_b():\n    pytest.s
 
 
 @pytest.fixture
-def skip_police(request):
-    """The rule that conftest.py puts in force where ``CI`` is set."""
-    conftest = str(REPO / "tests/conftest.py")
+def conftest(request):
+    """The tests' own conftest.py, as pytest has loaded it."""
     plugins = request.config.pluginmanager.get_plugins()
-    return next(p for p in plugins if getattr(p, "__file__", None) == conftest).SkipPolice()
+    return next(p for p in plugins if getattr(p, "__file__", None) == str(REPO / "tests/conftest.py"))
 
 
 @pytest.mark.parametrize(
@@ -261,24 +261,23 @@ def skip_police(request):
     ],
     ids=["test", "module", "no device", "no index", "no skip"],
 )
-def test_a_skip_for_an_unknown_reason_fails_the_run(text, status, skip_police, tmp_path, capsys):
+def test_a_skip_for_an_unknown_reason_fails_the_run(text, status, conftest, tmp_path, capsys):
     # Python keeps modules by name: each case needs names of its own.
     (tmp_path / f"{tmp_path.name}_one.py").write_text(text)
     (tmp_path / f"{tmp_path.name}_two.py").write_text("def test_two(): ...\n")
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), "--import-mode=importlib"]
-    assert pytest.main([*options, str(tmp_path)], plugins=[skip_police]) == status
+    assert pytest.main([*options, str(tmp_path)], plugins=[conftest.SkipPolice()]) == status
     printed = capsys.readouterr().out
     assert ("skipped for a reason that CI does not allow" in printed) == bool(status)
     assert re.fullmatch(r"\d passed(, 1 skipped)? in .*", printed.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize(("environment", "status"), [({"CI": "true"}, 1), ({"CI": ""}, 0)])
-def test_that_rule_holds_in_ci_only(environment, status, tmp_path):
-    shutil.copy(REPO / "tests/conftest.py", tmp_path)
-    (tmp_path / "test_one.py").write_text(SKIPPED.format("because"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
-    settings = {**os.environ, **environment}
-    assert subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, check=False).returncode == status
+@pytest.mark.parametrize(("ci", "rules"), [("true", 1), ("1", 1), ("", 0), ("false", 0)])
+def test_that_rule_holds_in_ci_only(ci, rules, conftest, monkeypatch):
+    monkeypatch.setenv("CI", ci)
+    config = SimpleNamespace(pluginmanager=pytest.PytestPluginManager())
+    conftest.pytest_configure(config)
+    assert sum(isinstance(plugin, conftest.SkipPolice) for plugin in config.pluginmanager.get_plugins()) == rules
 
 
 # The lock.
