@@ -1,5 +1,9 @@
 """Lightning callbacks that observe and shape a run; grpo_lit never imports them."""
 
+from callbacks.checkpoint import ModelCheckpoint
 from callbacks.console import Console
+from callbacks.entropy import EntropyTarget
+from callbacks.progress import ProgressBar
+from callbacks.reference import ReferenceRefresh
 
-__all__ = ["Console"]
+__all__ = ["Console", "EntropyTarget", "ModelCheckpoint", "ProgressBar", "ReferenceRefresh"]

@@ -45,6 +45,7 @@ class TokenBatch:
         old_entropy: Entropy of the old policy at each token [nats]; ``None`` unless a selection asks for it.
         selected: Tokens whose surrogate trains; ``None``: all.
         truncated: Whether each sequence ran into the length limit.
+        prompt: Index of each sequence's prompt in the rollout, over all ranks; ``None``: ``group``, on one rank.
         shadow_advantages: Advantages of each shadow objective, one column each.
         shadow_weights: Weights of each shadow objective.
         temperature: Sampling temperature, for every log-prob of this batch.
@@ -69,6 +70,7 @@ class TokenBatch:
     old_entropy: TokenFloat | None = None
     selected: TokenBool | None = None
     truncated: SequenceBool | None = None
+    prompt: SequenceInt | None = None
     shadow_advantages: Float[Tensor, "S M"] | None = None
     shadow_weights: Float[Tensor, "S M"] | None = None
     temperature: float = 1.0
@@ -133,6 +135,7 @@ class TokenBatch:
             "advantages",
             "weights",
             "truncated",
+            "prompt",
             "shadow_advantages",
             "shadow_weights",
         )

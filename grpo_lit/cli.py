@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from grpo_lit import objectives, rewards
-from grpo_lit.data import reasoning_gym
+from grpo_lit.data import mixture, reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
 from grpo_lit.mistakes import PlainParser, condensed
@@ -18,7 +18,7 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.rollouts import transformers, vllm
 
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
-PARTS = (objectives, rewards, reasoning_gym, transformers, vllm)
+PARTS = (objectives, rewards, mixture, reasoning_gym, transformers, vllm)
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
 
 
@@ -28,6 +28,12 @@ class GRPOCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link what two sides must agree on, so that it is written once."""
         parser.link_arguments("model.checkpoint", "data.checkpoint")
+
+    def before_instantiate_classes(self) -> None:
+        """Drop the progress bar where none is wanted: Lightning refuses ``enable_progress_bar: false`` beside one."""
+        trainer = self.config[self.subcommand].trainer
+        if trainer.enable_progress_bar is False and trainer.callbacks:
+            trainer.callbacks = [part for part in trainer.callbacks if not part.class_path.endswith("ProgressBar")]
 
 
 def run(args: ArgsType = None) -> GRPOCLI:
@@ -43,6 +49,8 @@ def run(args: ArgsType = None) -> GRPOCLI:
     """
     # Lightning warns of few dataloader workers; rollouts come from an engine, there is no worker to add.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Lightning's own use of torch's trees, nothing a user can change.
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     return GRPOCLI(
         GRPOModule,
         RolloutDataModule,

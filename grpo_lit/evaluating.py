@@ -11,15 +11,6 @@ from grpo_lit.data.evaluation import EvaluationBatch
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.ranks import Ranks
 
-#: Shown on the progress bar; everything else is on TensorBoard.
-ON_PROGRESS_BAR = {
-    "reward/total",
-    "reward/correct",
-    "length/mean",
-    "exploration/entropy",
-    "system/rollout_tokens_per_s",
-}
-
 
 class EvaluatingModule(LightningModule):
     """Counts held-out answers over all ranks, for ``fit``, ``validate``, ``test`` and ``predict``."""
@@ -28,6 +19,10 @@ class EvaluatingModule(LightningModule):
     def ranks(self) -> Ranks:
         """All processes of the run."""
         return Ranks(self.trainer.strategy)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Number this step's values by ``global_step``: Lightning's own count is one off after some resumes."""
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.global_step
 
     def on_validation_epoch_start(self) -> None:
         """Start counting answers."""
@@ -62,4 +57,4 @@ class EvaluatingModule(LightningModule):
         """Log finite values under their names; a leading underscore marks what was only needed on the way."""
         for name, value in values.items():
             if not name.startswith("_") and math.isfinite(value):
-                self.log(name, value, prog_bar=name in ON_PROGRESS_BAR)
+                self.log(name, value)

@@ -1,28 +1,25 @@
 """GRPOModule: owns policy, reference and old policy; one ``training_step`` is one optimizer step."""
 
-import copy
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.errors import ConfigError, TrainingError
-from grpo_lit.evaluating import EvaluatingModule
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
-from grpo_lit.objectives import Objective
-from grpo_lit.policy.checkpoint import load_model
+from grpo_lit.models import ModelsModule
+from grpo_lit.objectives import Objective, Shadows
 from grpo_lit.policy.learner import GradientOutput, Learner
-from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 
@@ -33,7 +30,7 @@ OldPolicy = Literal["logprobs", "weights", "sampler"]
 _TOLD = ("reward/", "exploration/solve", "exploration/zero")
 
 
-class GRPOModule(EvaluatingModule):
+class GRPOModule(ModelsModule):
     """A language model trained on its own scored completions.
 
     One ``training_step`` is one optimizer step over micro-batches of at most ``max_tokens_per_micro_batch`` input
@@ -52,6 +49,8 @@ class GRPOModule(EvaluatingModule):
         share_prefix: One copy of a prompt for all its completions. ``null``: where the architecture allows it.
         max_idle_minibatches: Stop after this many in a row that could not move the weights.
         gradient_checkpointing: Recompute activations in backward: less memory, more time.
+        shadows: Further recipes by name, measured on the same batches and not trained: ``shadow/cosine_<name>`` and
+            ``shadow/norm_<name>`` hold their gradient with respect to the log-probs against the trained one's.
     """
 
     def __init__(
@@ -66,18 +65,22 @@ class GRPOModule(EvaluatingModule):
         share_prefix: bool | None = None,
         max_idle_minibatches: int = 20,
         gradient_checkpointing: bool = False,
+        shadows: dict[str, Objective] | None = None,
     ) -> None:
-        super().__init__()
+        trained, others = objective or Objective(), Shadows(shadows or {})
+        super().__init__(
+            checkpoint,
+            needs_reference=trained.needs_reference or others.needs_reference,
+            needs_old_policy=old_policy == "weights",
+            share_prefix=share_prefix,
+            gradient_checkpointing=gradient_checkpointing,
+        )
         self.automatic_optimization = False
-        self.checkpoint, self.objective = checkpoint, objective or Objective()
+        self.objective, self.shadows = trained, others
         self._make_optimizer, self._make_scheduler = optimizer or _default_optimizer, lr_scheduler
         self.old_policy_source = old_policy
         self.max_tokens_per_micro_batch, self.gradient_clip_norm = max_tokens_per_micro_batch, gradient_clip_norm
-        self.share_prefix, self.gradient_checkpointing = share_prefix, gradient_checkpointing
         self.max_idle_minibatches = max_idle_minibatches
-        self.policy: Policy | None = None
-        self.reference: Policy | None = None
-        self.old_policy: Policy | None = None
         self._step_started = time.perf_counter()
         for name, bound in {"max_tokens_per_micro_batch": 2, "max_idle_minibatches": 1}.items():
             if getattr(self, name) < bound:
@@ -104,33 +107,6 @@ class GRPOModule(EvaluatingModule):
         if precision == "bf16-true":
             rank_zero_warn("trainer.precision=bf16-true: an update below 1/256 of a weight is lost; use bf16-mixed")
 
-    def configure_model(self) -> None:
-        """Load the policy, and the copies of it that the objective asks for; once."""
-        if self.policy is not None:
-            return
-        model = load_model(self.checkpoint)
-        if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        able = can_share_prefix(model)
-        if self.share_prefix and not able:
-            raise ConfigError(
-                f"`model.share_prefix` expected false or null, but got true: {type(model).__name__} attends in a way "
-                "that a shared prompt cannot be masked out of"
-            )
-        self.share_prefix = able if self.share_prefix is None else self.share_prefix
-        rank_zero_info(
-            f"{type(model).__name__}: prompts are {'shared by' if self.share_prefix else 'repeated for'} "
-            "their completions"
-        )
-        self.policy = Policy(model).train()
-        if self.objective.needs_reference:
-            self.reference = self._frozen_copy()
-        if self.old_policy_source == "weights":
-            self.old_policy = self._frozen_copy()
-
-    def _frozen_copy(self) -> Policy:
-        return copy.deepcopy(self.policy).requires_grad_(False).eval()
-
     def configure_optimizers(self) -> dict[str, Any]:
         """Return the optimizer over trainable parameters, and the schedule in optimizer steps."""
         optimizer = self._make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
@@ -145,7 +121,12 @@ class GRPOModule(EvaluatingModule):
     def learner(self) -> Learner:
         """Runs policies over batches on this rank."""
         return Learner(
-            self.objective, self.max_tokens_per_micro_batch, bool(self.share_prefix), self.ranks, self.device
+            self.objective,
+            self.max_tokens_per_micro_batch,
+            bool(self.share_prefix),
+            self.ranks,
+            self.device,
+            self.shadows,
         )
 
     def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
@@ -215,7 +196,7 @@ class GRPOModule(EvaluatingModule):
         elif self.old_policy_source == "weights":
             self.old_policy.load_state_dict(self.policy.state_dict())
         rollout.batch = batch
-        rollout.updates = updates if scored else rollout.plan.sequences(batch)
+        rollout.updates = updates if scored else rollout.plan.sequences(batch, self.ranks.sum)
 
     def _without_sync(self, more_follow: bool) -> AbstractContextManager:
         strategy = self.trainer.strategy
@@ -247,10 +228,6 @@ class GRPOModule(EvaluatingModule):
         optimizer.zero_grad()
         return norm, problem
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under their Hugging Face names."""
-        yield from self.policy.model.state_dict().items()
-
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats]."""
         prompt = Prompt(id="probe", question="", token_ids=tuple(token_ids[:1]))
@@ -272,26 +249,16 @@ class GRPOModule(EvaluatingModule):
         rates.add("_advantage_squared", batch.advantages.double() ** 2)  # their mean is 0 by construction
         values = rates.compute(self.ranks.sum, self.ranks.max)
         values["optimization/advantage_std"] = values["_advantage_squared"] ** 0.5
-        return self.objective.derived(values) | {"optimization/lr": learning_rate}
+        values["optimization/lr"] = learning_rate
+        return self.objective.derived(values) | self.shadows.derived(values)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note which model this is, for exporting it, and that a batch begun but not finished will be made again."""
+        """Note that a batch begun but not finished will be made again."""
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
         for counts in progress.values():
             if isinstance(counts, dict) and counts["ready"] > counts["processed"]:
                 counts |= dict.fromkeys(("ready", "started"), counts["completed"])
-        checkpoint["grpo_lit"] = {"format": 1, "checkpoint": self.checkpoint}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint with a reference or an old policy where this run has none, or the reverse."""
-        held = {name.split(".")[0] for name in checkpoint["state_dict"]}
-        for name, key in (("reference", "model.objective.divergence"), ("old_policy", "model.old_policy")):
-            if (name in held) != (getattr(self, name) is not None):
-                raise ConfigError(
-                    f"`{key}` expected what the checkpoint was trained with, {'a' if name in held else 'no'} {name}, "
-                    f"but got {'none' if name in held else 'one'}: resume with the same recipe, or start a "
-                    "new run from exported weights"
-                )
+        super().on_save_checkpoint(checkpoint)
 
 
 def _default_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

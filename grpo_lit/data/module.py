@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -199,13 +200,16 @@ class RolloutDataModule(LightningDataModule):
 
     def _new_rollout(self) -> Rollout:
         memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
-        prompts = self.stream.take(self.prompts_per_rollout)
+        dropped, prompts = self.stream.dropped_long, self.stream.take(self.prompts_per_rollout)
         self._refuse_held_out(prompts)
-        groups = self.sampler.scored_groups(prompts[self.ranks.rank :: self.ranks.world_size], self.sampling)
+        mine = slice(self.ranks.rank, None, self.ranks.world_size)
+        groups = self.sampler.scored_groups(prompts[mine], self.sampling)
         batch = TokenBatch.from_groups(groups, self.sampling.temperature, list(self.rewards.rewards))
-        plan = UpdatePlan(self.num_updates, self.num_epochs, seed=self.seed + self._rollouts)
+        batch = replace(batch, prompt=torch.arange(len(prompts))[mine][batch.group])
+        plan = UpdatePlan(self.num_updates, self.num_epochs, self.seed + self._rollouts, prompts=len(prompts))
         self._rollouts += 1
         rates = rollout_rates(groups, list(self.rewards.rewards))
+        rates.add("length/dropped", torch.tensor([0.0] * len(prompts) + [1.0] * (self.stream.dropped_long - dropped)))
         seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
         return Rollout(groups, batch, plan, rates=rates, seconds=seconds, memory=memory.take())
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from grpo_lit.rollouts.vllm_process import engine_processes
+
 _GIB = 2.0**30
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -47,12 +49,12 @@ class PeakMemory:
                 return
 
 
-def children_memory() -> float:
-    """Return the RSS of this process's children, an engine's workers among them [GiB]."""
+def engine_memory() -> float:
+    """Return the RSS of this rank's engine processes [GiB]; 0 for an engine that lives in this process."""
     total = 0
-    for child in psutil.Process().children(recursive=True):
+    for process in engine_processes():
         try:
-            total += child.memory_info().rss
+            total += process.memory_info().rss
         except psutil.NoSuchProcess:  # ended between listing and looking
             continue
     return total / _GIB

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from grpo_lit.metrics.memory import children_memory
+from grpo_lit.metrics.memory import engine_memory
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group
@@ -52,7 +52,7 @@ def rollout_values(rollouts: Sequence[Rollout], ranks: Ranks) -> dict[str, float
     tokens, slowest = ranks.sum(torch.tensor(float(drawn))), ranks.max(torch.tensor(float(seconds["rollout"])))
     values["system/rollout_tokens_per_s"] = float(tokens) / max(float(slowest), 1e-9)
     values["system/memory_rollout"] = max(rollout.memory for rollout in rollouts)
-    values["system/memory_engine"] = children_memory()
+    values["system/memory_engine"] = engine_memory()
     return values | {f"system/time_{phase}": value for phase, value in seconds.items()}
 
 

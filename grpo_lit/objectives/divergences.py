@@ -23,10 +23,11 @@ class Divergence(ABC):
         beta: Coefficient, or one per domain: ``{math: 0.0, code: 0.02, default: 0.0}``. 0 pays nothing; where all are
             0, no reference model is held.
         weighting: ``ratio`` multiplies k by r = exp(logp - logp_old), which makes the gradient of k1 and k3 that of the
-            KL itself, off-policy too (DeepSeek-V3.2, arXiv 2512.02556).
+            next token's KL, the tokens before it held fixed, off-policy too (DeepSeek-V3.2, arXiv 2512.02556).
         normalise: ``length`` divides by the tokens of the sequence, so that long answers pay no more than short ones.
         place: ``loss`` adds beta k to the loss; ``reward`` takes beta sum_t k_t from the reward of a sequence before
-            advantages are made. There k1 is exact: its own gradient has mean 0, and it drops out.
+            advantages are made. There k1 gives the gradient of the whole sequence's KL: what a token does to the
+            tokens after it counts too, and k1's own gradient has mean 0, and drops out.
     """
 
     beta: float | dict[str, float] = 0.04
@@ -102,7 +103,7 @@ class K1(Divergence):
 
 @dataclass
 class K2(Divergence):
-    """Half the squared log-ratio: biased in value; its on-policy gradient in the loss is that of the KL.
+    """Half the squared log-ratio: biased in value; its on-policy gradient in the loss is that of the next token's KL.
 
     k2 = (logp - logp_reference)^2 / 2
 
@@ -120,7 +121,8 @@ class K3(Divergence):
 
     k3 = exp(q) - q - 1      q = logp_reference - logp
 
-    Unbiased in value; in the loss and on-policy its expected gradient is that of KL(reference || policy).
+    Unbiased in value; in the loss and on-policy its expected gradient is that of the next token's
+    KL(reference || policy), the tokens before it held fixed.
     Source: J. Schulman, "Approximating KL divergence" (2020); in the loss: GRPO (arXiv 2402.03300).
     """
 

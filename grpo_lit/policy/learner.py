@@ -11,11 +11,12 @@ from grpo_lit.batch import TokenBatch
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.objectives.objective import Objective
 from grpo_lit.objectives.reductions import Counts
+from grpo_lit.objectives.shadows import Shadows
 from grpo_lit.policy.packing import Pack, pack_rows, plan_micro_batches
 from grpo_lit.policy.policy import Policy, PolicyOutput
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollouts.minibatch import UpdatePlan
-from grpo_lit.shapes import SequenceInt
+from grpo_lit.shapes import SequenceBool, SequenceInt
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,28 @@ class Learner:
         share_prefix: One copy of a prompt for its completions, where the architecture allows it.
         ranks: Sums over processes.
         device: Where the policies are.
+        shadows: Recipes to measure beside it.
     """
 
     def __init__(
-        self, objective: Objective, budget: int, share_prefix: bool, ranks: Ranks, device: torch.device
+        self,
+        objective: Objective,
+        budget: int,
+        share_prefix: bool,
+        ranks: Ranks,
+        device: torch.device,
+        shadows: Shadows | None = None,
     ) -> None:
         self.objective, self.budget, self.share_prefix = objective, budget, share_prefix
-        self.ranks, self.device = ranks, device
+        self.ranks, self.device, self.shadows = ranks, device, shadows or Shadows({})
 
     def counts(self, batch: TokenBatch) -> Counts:
         """Return what an optimizer step holds over all ranks."""
         return Counts.of(batch, self.ranks.sum)
+
+    def contributes(self, batch: TokenBatch) -> SequenceBool:
+        """Return which sequences go through the policy: those that move it, or a shadow of it."""
+        return self.objective.contributes(batch) | self.shadows.contributes(batch)
 
     @torch.no_grad()
     def evaluate(self, policy: Policy, batch: TokenBatch, sequences: SequenceInt | None = None) -> PolicyOutput:
@@ -88,18 +100,18 @@ class Learner:
             policy: The weights before the first of them.
             reference: For a KL that is paid in the reward.
         """
-        objective = self.objective
-        if objective.needs_reference_before_advantages:
+        objective, shadows = self.objective, self.shadows
+        if objective.needs_reference_before_advantages or shadows.needs_reference_before_advantages:
             batch = replace(batch, reference_logprobs=self.evaluate(reference, batch).logprobs)
         batch = replace(batch, advantages=objective.advantages(batch, self.ranks.sum))
-        batch = objective.filtered(batch)
-        updates = plan.sequences(batch)
+        batch = objective.filtered(shadows.with_advantages(batch, self.ranks.sum))
+        updates = plan.sequences(batch, self.ranks.sum)
         if objective.needs_old_entropy:
             old = self.evaluate(policy, batch)
             return replace(batch, old_logprobs=old.logprobs, old_entropy=old.entropy), updates
         if plan.steps > 1:
             later = torch.cat(updates[1:]).unique()
-            later = later[objective.contributes(batch)[later]]
+            later = later[self.contributes(batch)[later]]
             batch = replace(batch, old_logprobs=self.evaluate(policy, batch, later).logprobs)
         return batch, updates
 
@@ -125,8 +137,11 @@ class Learner:
         """
         batch = replace(batch, selected=self.objective.selected(batch, self.ranks.sum))
         batch = replace(batch, weights=self.objective.weights(batch, self.counts(batch)))
+        batch = self.shadows.with_weights(batch, self.ranks.sum)
         rates, loss, tokens = self._empty_rates(batch), torch.zeros((), dtype=torch.float64), 0
-        steps = list(self._micro_batches(batch, self.objective.contributes(batch).nonzero()[:, 0]))
+        # A batch that moves only shadows is none to train on.
+        moving = float(self.ranks.sum(self.objective.contributes(batch).sum()))
+        steps = list(self._micro_batches(batch, self.contributes(batch).nonzero()[:, 0])) if moving else []
         for index, (chosen, micro, pack) in enumerate(steps):
             micro, pack = micro.to(self.device), pack.to(self.device)
             with torch.no_grad():
@@ -145,6 +160,7 @@ class Learner:
                 # Gradients are averaged over ranks, while the weights already count all ranks' sequences.
                 backward(part.loss * self.ranks.world_size)
             rates.merge(part.rates)
+            rates.merge(self.shadows.measure(self.objective, micro, output.logprobs, output.entropy))
             loss += part.loss.detach().double().cpu()
             tokens += micro.tokens
         return GradientOutput(float(self.ranks.sum(loss)), rates, len(steps), tokens)
@@ -166,7 +182,9 @@ class Learner:
         nothing = batch.select(torch.zeros(0, dtype=torch.long))
         empty = nothing.sampler_logprobs
         nothing = replace(nothing, reference_logprobs=empty, advantages=nothing.rewards, weights=nothing.rewards)
-        return self.objective.loss(nothing, empty, empty).rates
+        rates = self.objective.loss(nothing, empty, empty).rates
+        rates.merge(self.shadows.measure(self.objective, nothing, empty, empty))
+        return rates
 
 
 def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
@@ -192,5 +210,8 @@ def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
         old_entropy=None,
         selected=None,
         truncated=None,
+        prompt=None,
+        shadow_advantages=None,
+        shadow_weights=None,
     )
     return pack_rows(micro, plan_micro_batches(micro, 2, share_prefix=False)[0])

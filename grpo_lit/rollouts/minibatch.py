@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grpo_lit.batch import TokenBatch
+from grpo_lit.batch import SumRanks, TokenBatch
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.rollout import Group
 from grpo_lit.shapes import SequenceInt
@@ -19,29 +19,41 @@ class UpdatePlan:
     Attributes:
         num_updates: Parts an epoch is cut into.
         num_epochs: Passes over the rollout.
-        seed: Of the permutation of groups.
+        seed: Of the permutation of prompts.
+        prompts: How many the rollout asks over all ranks; ``None``: those of the batch, on one rank.
     """
 
     num_updates: int = 1
     num_epochs: int = 1
     seed: int = 0
+    prompts: int | None = None
 
     @property
     def steps(self) -> int:
         """Optimizer steps in all."""
         return self.num_updates * self.num_epochs
 
-    def sequences(self, batch: TokenBatch) -> list[SequenceInt]:
-        """Return the sequences of each optimizer step.
+    def sequences(self, batch: TokenBatch, sum_ranks: SumRanks = lambda values: values) -> list[SequenceInt]:
+        """Return this rank's sequences of each optimizer step; all ranks must call.
 
-        Each epoch is a new permutation of the groups, cut into ``num_updates`` parts that differ by one group at most.
-        A group is never cut: its sequences share a prompt, and reductions may count by group.
+        Each epoch is a new permutation of the prompts of all ranks, cut into ``num_updates`` parts that differ by one
+        at most: the parts do not depend on how prompts are spread over ranks. The completions of a prompt stay
+        together: they share it, and reductions may count by group.
+
+        Args:
+            batch: This rank's share of the rollout; a prompt without sequences is on no rank, and in no part.
+            sum_ranks: Sums a tensor over all ranks.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        groups, updates = len(batch.prompt_lengths), []
+        prompt = batch.group if batch.prompt is None else batch.prompt
+        asked = torch.zeros(self.prompts or len(batch.prompt_lengths))
+        prompts, updates = sum_ranks(asked.index_fill(0, prompt, 1.0)).nonzero()[:, 0], []
         for _ in range(self.num_epochs):
-            order = torch.randperm(groups, generator=generator) if self.num_updates > 1 else torch.arange(groups)
-            updates += [torch.isin(batch.group, part).nonzero()[:, 0] for part in order.tensor_split(self.num_updates)]
+            order = torch.arange(len(prompts))
+            if self.num_updates > 1:
+                order = torch.randperm(len(prompts), generator=generator)
+            parts = prompts[order].tensor_split(self.num_updates)
+            updates += [torch.isin(prompt, part).nonzero()[:, 0] for part in parts]
         return updates
 
 

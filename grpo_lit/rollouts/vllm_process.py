@@ -92,12 +92,19 @@ def own_device(tensor_parallel_size: int) -> dict[str, str]:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Return this process's descendants that belong to vLLM, by the titles it gives them."""
+    """Return this process's vLLM processes, by the titles vLLM gives them.
+
+    A rank may be another rank's child; its engine is not this one's, so the search ends at a process without the title.
+    """
+    return _titled_children(psutil.Process())
+
+
+def _titled_children(parent: psutil.Process) -> list[psutil.Process]:
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for child in parent.children():
         try:
-            if "VLLM" in " ".join(process.cmdline()):
-                found.append(process)
+            if any(word.startswith("VLLM::") for word in child.cmdline()):
+                found += [child, *_titled_children(child)]
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return found

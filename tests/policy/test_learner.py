@@ -17,6 +17,7 @@ from grpo_lit.objectives import (
     ConstantLength,
     Objective,
     SequenceMean,
+    Shadows,
     TokenMean,
     TruncatedIS,
 )
@@ -55,9 +56,15 @@ def make_rollout() -> TokenBatch:
 
 
 def gradient_of(
-    policy: Policy, objective: Objective, batch: TokenBatch, budget: int, share: bool, reference: Policy | None = None
+    policy: Policy,
+    objective: Objective,
+    batch: TokenBatch,
+    budget: int,
+    share: bool,
+    reference: Policy | None = None,
+    shadows: Shadows | None = None,
 ) -> tuple[GradientOutput, list[Tensor]]:
-    learner = Learner(objective, budget, share, ONE_PROCESS, torch.device("cpu"))
+    learner = Learner(objective, budget, share, ONE_PROCESS, torch.device("cpu"), shadows)
     batch, _ = learner.prepare(batch, UpdatePlan(), policy, reference)
     policy.zero_grad()
     output = learner.gradient(policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), reference)
@@ -152,3 +159,55 @@ def test_minibatches_hold_whole_groups_and_every_group_once_an_epoch() -> None:
         assert sorted(torch.cat(epoch).tolist()) == list(range(13))
         groups = [set(batch.group[part].tolist()) for part in epoch]
         assert sum(len(g) for g in groups) == 4  # no group is in two minibatches
+
+
+def test_minibatches_do_not_depend_on_how_prompts_are_spread_over_ranks() -> None:
+    batch = make_rollout()
+    plan = UpdatePlan(num_updates=2, num_epochs=2, seed=4, prompts=5)
+    # Two ranks take turns. Nobody holds prompt 4: all of its samples were dropped.
+    whole = replace(batch, prompt=batch.group)
+    shares = [whole.select((batch.group % 2 == rank).nonzero()[:, 0]) for rank in range(2)]
+    present = torch.zeros(5).index_fill(0, batch.group, 1.0)
+    alone = [set(batch.group[part].tolist()) for part in plan.sequences(whole)]
+    assert [len(part) for part in alone] == [2, 2, 2, 2]
+    spread = [plan.sequences(share, lambda _: present) for share in shares]
+    together = [
+        set(shares[0].prompt[first].tolist()) | set(shares[1].prompt[second].tolist())
+        for first, second in zip(*spread, strict=True)
+    ]
+    assert together == alone
+
+
+SHADOWS = Shadows({"kl": Objective(divergence=K3(beta=0.3)), "sums": Objective(reduction=TokenMean())})
+
+
+@pytest.mark.parametrize("budget", [1, 60, 9999])
+def test_shadows_are_measured_and_change_nothing(policy: Policy, reference: Policy, budget: int) -> None:
+    batch, objective = make_rollout(), OBJECTIVES["sequence_mean"]
+    alone, expected = gradient_of(policy, objective, batch, 9999, True)
+    output, got = gradient_of(policy, objective, batch, budget, True, reference, SHADOWS)
+    assert distance(got, expected) <= 2e-6
+    assert output.loss == pytest.approx(alone.loss, rel=1e-6, abs=1e-6)
+    values = SHADOWS.derived(output.rates.compute())
+    # Of a whole batch, with every log-prob at hand.
+    learner = Learner(objective, 9999, True, ONE_PROCESS, torch.device("cpu"), SHADOWS)
+    full, _ = learner.prepare(batch, UpdatePlan(), policy, reference)
+    full = replace(full, weights=objective.weights(full, learner.counts(full)))
+    full = SHADOWS.with_weights(full, lambda x: x)
+    full = replace(full, reference_logprobs=learner.evaluate(reference, full).logprobs)
+    seen = learner.evaluate(policy, full)
+    whole = SHADOWS.derived(SHADOWS.measure(objective, full, seen.logprobs, seen.entropy).compute())
+    for name, value in whole.items():
+        assert values[name] == pytest.approx(value, rel=1e-4), name
+    assert values["shadow/cosine_kl"] < 0.999  # the reference is another model: its KL has a gradient
+    assert 0.5 < values["shadow/cosine_sums"] < 0.999
+
+
+def test_a_batch_that_moves_shadows_only_is_not_trained_on(policy: Policy, reference: Policy) -> None:
+    batch = make_rollout()
+    batch = replace(batch, rewards=torch.ones_like(batch.rewards))
+    learner = Learner(OBJECTIVES["sequence_mean"], 9999, True, ONE_PROCESS, torch.device("cpu"), SHADOWS)
+    batch, _ = learner.prepare(batch, UpdatePlan(), policy, reference)
+    output = learner.gradient(policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), reference)
+    assert output.micro_batches == 0
+    assert SHADOWS.derived(output.rates.compute())  # the names are there, on every rank the same

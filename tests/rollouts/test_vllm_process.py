@@ -117,6 +117,27 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch):
     end_processes(found)  # already gone
 
 
+# A rank that starts an engine of its own, as Lightning's launcher makes it a child of rank 0.
+OTHER_RANK = """
+import subprocess, sys
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "VLLM::EngineCore"])
+print(engine.pid, flush=True)
+engine.wait()
+"""
+
+
+def test_the_engine_of_another_rank_is_not_ours():
+    rank = subprocess.Popen([sys.executable, "-c", OTHER_RANK], stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    engine = psutil.Process(int(rank.stdout.readline()))
+    try:
+        assert engine in psutil.Process().children(recursive=True)
+        assert engine_processes() == []
+    finally:
+        engine.kill()
+        rank.wait()
+
+
 @pytest.fixture
 def child():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -36,13 +36,15 @@ data:
   sampling: {max_tokens: 6, completions: 3}
   prompts_per_rollout: 5
   max_prompt_tokens: 100
-  num_updates: 1
+  num_updates: UPDATES
 """
 
 
-def run(folder: Path, checkpoint: Path, reward: str, recipe: str, devices: int) -> dict[str, torch.Tensor]:
+def run(
+    folder: Path, checkpoint: Path, reward: str, recipe: str, devices: int, updates: int
+) -> dict[str, torch.Tensor]:
     folder.mkdir()
-    overlay = yaml.safe_load(OVERLAY.replace("REWARD", reward))
+    overlay = yaml.safe_load(OVERLAY.replace("REWARD", reward).replace("UPDATES", str(updates)))
     overlay["model"]["checkpoint"] = str(checkpoint)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(overlay))
     strategy = "ddp" if devices > 1 else "single"
@@ -66,10 +68,12 @@ def run(folder: Path, checkpoint: Path, reward: str, recipe: str, devices: int) 
 
 
 # 5 prompts on 2 ranks are 3 and 2. Of SomePrompts every second prompt has no signal: a rank may have none at all.
-@pytest.mark.parametrize(("recipe", "reward"), [("grpo", "toys.SomePrompts"), ("dapo", "toys.EvenShare")])
-def test_two_processes_equal_one(tmp_path: Path, tiny_model_path: Path, recipe: str, reward: str) -> None:
-    one = run(tmp_path / "one", tiny_model_path, reward, recipe, devices=1)
-    two = run(tmp_path / "two", tiny_model_path, reward, recipe, devices=2)
+@pytest.mark.parametrize(
+    ("recipe", "reward", "updates"), [("grpo", "toys.SomePrompts", 1), ("dapo", "toys.EvenShare", 2)]
+)
+def test_two_processes_equal_one(tmp_path: Path, tiny_model_path: Path, recipe: str, reward: str, updates: int) -> None:
+    one = run(tmp_path / "one", tiny_model_path, reward, recipe, devices=1, updates=updates)
+    two = run(tmp_path / "two", tiny_model_path, reward, recipe, devices=2, updates=updates)
     start = AutoModelForCausalLM.from_pretrained(tiny_model_path).state_dict()
     moved = max(float((one[f"policy.model.{name}"] - tensor).abs().max()) for name, tensor in start.items())
     assert moved > 1e-3  # or nothing is compared

@@ -1,5 +1,6 @@
 """Stopped and resumed equals never stopped, bit for bit, also in the middle of a rollout."""
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from toys import Letters, SomePrompts
 
 from grpo_lit.errors import ConfigError
@@ -73,9 +75,12 @@ def test_an_interrupted_run_keeps_what_it_learned(
     assert data.engine.weight_version is None  # closed
     saved = tmp_path / "saved" / "last.ckpt"
     assert torch.load(saved, weights_only=True)["global_step"] == 2
-    trainer = make_trainer(max_steps=5)
+    trainer = make_trainer(max_steps=5, logger=CSVLogger(tmp_path / "rest", name="", version=""))
     trainer.fit(make_module(), datamodule=make_data(), ckpt_path=str(saved))
     assert trainer.global_step == 5
+    with (tmp_path / "rest/metrics.csv").open() as file:
+        drawn_at = [int(row["step"]) for row in csv.DictReader(file) if row["optimization/loss"]]
+    assert drawn_at == [2, 3, 4]  # the first of them has the number that the interrupted step would have had
 
 
 def test_a_checkpoint_of_other_prompts_is_refused(

@@ -1,0 +1,34 @@
+"""The progress bar: optimizer steps, and the five figures that tell how a run goes."""
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+
+#: Metric, its name on the bar, and how it is written there.
+SHOWN = (
+    ("reward/total", "reward", "{:.3f}"),
+    ("reward/correct", "correct", "{:.1%}"),
+    ("length/mean", "length", "{:.1f}"),
+    ("exploration/entropy", "entropy", "{:.2f}"),
+    ("system/rollout_tokens_per_s", "tok/s", "{:.0f}"),
+)
+
+
+class ProgressBar(RichProgressBar):
+    """A bar with the optimizer step, reward, accuracy and length of the completions, entropy and sampling speed.
+
+    Args:
+        refresh_rate: Redraw after this many batches; 0 shows no bar.
+        leave: Keep the bar of an epoch when the next one begins.
+    """
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=leave)
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what stands to the right of the bar: names without their panel, figures in their own form."""
+        steps = f"{trainer.global_step}/{trainer.max_steps}" if trainer.max_steps > 0 else f"{trainer.global_step}"
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        shown = {short: form.format(values[name]) for name, short, form in SHOWN if name in values}
+        return {"step": steps, **shown}

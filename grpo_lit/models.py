@@ -1,0 +1,98 @@
+"""What a module owns: the policy, the frozen reference and the old policy, on their way into and out of a run."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.evaluating import EvaluatingModule
+from grpo_lit.policy.checkpoint import load_model
+from grpo_lit.policy.policy import Policy, can_share_prefix
+
+
+class ModelsModule(EvaluatingModule):
+    """Loads a policy, and the copies of it that a recipe asks for.
+
+    Args:
+        checkpoint: Folder or hub id of the model.
+        needs_reference: Hold a frozen reference: the weights that the run began with.
+        needs_old_policy: Hold a frozen copy for the weights of an earlier step.
+        share_prefix: One copy of a prompt for all its completions. ``None``: where the architecture allows it.
+        gradient_checkpointing: Recompute activations in backward.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        needs_reference: bool,
+        needs_old_policy: bool,
+        share_prefix: bool | None,
+        gradient_checkpointing: bool,
+    ) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self._needs_reference, self._needs_old_policy = needs_reference, needs_old_policy
+        self.share_prefix, self.gradient_checkpointing = share_prefix, gradient_checkpointing
+        self.policy: Policy | None = None
+        self.reference: Policy | None = None
+        self.old_policy: Policy | None = None
+
+    def configure_model(self) -> None:
+        """Load the policy, and the copies of it that the recipe asks for; once."""
+        if self.policy is not None:
+            return
+        model = load_model(self.checkpoint)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        able = can_share_prefix(model)
+        if self.share_prefix and not able:
+            raise ConfigError(
+                f"`model.share_prefix` expected false or null, but got true: {type(model).__name__} attends in a way "
+                "that a shared prompt cannot be masked out of"
+            )
+        self.share_prefix = able if self.share_prefix is None else self.share_prefix
+        rank_zero_info(
+            f"{type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters; prompts are "
+            f"{'shared by' if self.share_prefix else 'repeated for'} their completions"
+        )
+        self.policy = Policy(model).train()
+        if self._needs_reference:
+            self.reference = self._frozen_copy()
+        if self._needs_old_policy:
+            self.old_policy = self._frozen_copy()
+
+    def _frozen_copy(self) -> Policy:
+        return copy.deepcopy(self.policy).requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def refresh_reference(self, decay: float = 0.0) -> None:
+        """Move the reference towards the policy: reference = decay * reference + (1 - decay) * policy.
+
+        Args:
+            decay: 0 makes it the policy.
+        """
+        for old, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            old.lerp_(new.to(old.dtype), 1 - decay)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under their Hugging Face names."""
+        yield from self.policy.model.state_dict().items()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note which model this is, for exporting it."""
+        checkpoint["grpo_lit"] = {"format": 1, "checkpoint": self.checkpoint}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint with a reference or an old policy where this run has none, or the reverse."""
+        held = {name.split(".")[0] for name in checkpoint["state_dict"]}
+        for name, key in (("reference", "model.objective.divergence"), ("old_policy", "model.old_policy")):
+            if (name in held) != (getattr(self, name) is not None):
+                raise ConfigError(
+                    f"`{key}` expected what the checkpoint was trained with, {'a' if name in held else 'no'} {name}, "
+                    f"but got {'none' if name in held else 'one'}: resume with the same recipe, or start a "
+                    "new run from exported weights"
+                )

@@ -1,0 +1,24 @@
+"""What the progress bar shows."""
+
+from unittest.mock import Mock
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from callbacks import ProgressBar
+
+
+def shown(max_steps: int, **values: float) -> dict:
+    metrics = {name.replace("__", "/"): torch.tensor(value) for name, value in values.items()}
+    trainer = Mock(spec=Trainer, global_step=12, max_steps=max_steps, callback_metrics=metrics)
+    return ProgressBar().get_metrics(trainer, Mock(spec=LightningModule))
+
+
+def test_figures_stand_under_short_names():
+    bar = shown(40, reward__total=0.61, reward__correct=0.584, length__mean=4.12, exploration__entropy=0.268)
+    assert bar == {"step": "12/40", "reward": "0.610", "correct": "58.4%", "length": "4.1", "entropy": "0.27"}
+
+
+def test_a_run_without_an_end_or_figures_has_a_bar_too():
+    assert shown(-1) == {"step": "12"}
+    assert shown(-1, system__rollout_tokens_per_s=310.4, optimization__loss=3.0) == {"step": "12", "tok/s": "310"}
