@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from grpo_lit import objectives, rewards
-from grpo_lit.data import mixture, reasoning_gym
+from grpo_lit.data import files, hub, mixture, reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
 from grpo_lit.mistakes import PlainParser, condensed
@@ -18,7 +18,7 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.rollouts import transformers, vllm
 
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
-PARTS = (objectives, rewards, mixture, reasoning_gym, transformers, vllm)
+PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm)
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
 
 
