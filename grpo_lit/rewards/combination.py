@@ -3,6 +3,8 @@
 import difflib
 import inspect
 import math
+import time
+from collections import Counter
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -22,6 +24,8 @@ class WeightedReward:
     Args:
         reward: Who scores.
         weight: Factor in the sum; 0 logs it only, a negative one punishes.
+        conditional: Count in the sum only for completions that are correct, so that a wrong answer in the right format
+            earns nothing. It is logged for all of them.
 
     Raises:
         ConfigError: For a weight that is not finite.
@@ -29,6 +33,7 @@ class WeightedReward:
 
     reward: Reward
     weight: float = 1.0
+    conditional: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a weight that would make every sum NaN."""
@@ -37,17 +42,21 @@ class WeightedReward:
 
 
 class RewardCombination:
-    """The total reward ``sum_k weight_k * score_k`` over the rewards that did not abstain, and the correct flag.
+    """The total reward ``sum_k weight_k * score_k`` over the rewards that count, and the correct flag.
 
-    A sample on which every reward abstains gets the total ``None`` and is left out of the step as if never drawn.
+    A reward that abstained does not count, nor does a conditional one on a completion that is not known to be correct.
+    A sample on which no reward counts gets the total ``None`` and is left out of the step as if never drawn.
 
     Args:
         rewards: Rewards by the name they are logged under.
         correct: Which of them says that a completion is correct; the first by default.
         correct_at: Its score from which on a completion is correct.
 
+    Attributes:
+        seconds: Wall time that each reward has taken so far, by name [s]; whoever logs it may clear it.
+
     Raises:
-        ConfigError: Without rewards, or for a ``correct`` that is none of them.
+        ConfigError: Without rewards, for a ``correct`` that is none of them, or one that is conditional on itself.
     """
 
     def __init__(self, rewards: dict[str, WeightedReward], correct: str | None = None, correct_at: float = 1.0) -> None:
@@ -61,6 +70,12 @@ class RewardCombination:
         self.rewards = rewards
         self.correct = correct or next(iter(rewards))
         self.correct_at = correct_at
+        self.seconds: Counter[str] = Counter()
+        if self.rewards[self.correct].conditional:
+            raise ConfigError(
+                f"`correct` expected a reward that is not conditional, but got {self.correct!r}, which would count "
+                "only where it says so itself: set its `conditional` to false"
+            )
 
     def score(self, group: Group) -> None:
         """Fill ``group.scores``, ``group.rewards`` and ``group.correct``.
@@ -68,15 +83,26 @@ class RewardCombination:
         Raises:
             RewardError: Where a reward fails or returns anything but one finite number or ``None`` per completion.
         """
-        scores = {name: checked_scores(name, part.reward, group) for name, part in self.rewards.items()}
-        group.scores = scores
+        scores = {name: self._timed_scores(name, part.reward, group) for name, part in self.rewards.items()}
+        correct = [None if s is None else s >= self.correct_at for s in scores[self.correct]]
+        group.scores, group.correct = scores, correct
         group.rewards = [
-            self._total({name: column[i] for name, column in scores.items()}) for i in range(len(group.completions))
+            self._total({name: column[i] for name, column in scores.items()}, correct[i] is True)
+            for i in range(len(group.completions))
         ]
-        group.correct = [None if s is None else s >= self.correct_at for s in scores[self.correct]]
 
-    def _total(self, scores: dict[str, float | None]) -> float | None:
-        parts = [self.rewards[name].weight * score for name, score in scores.items() if score is not None]
+    def _timed_scores(self, name: str, reward: Reward, group: Group) -> list[float | None]:
+        started = time.perf_counter()
+        scores = checked_scores(name, reward, group)
+        self.seconds[name] += time.perf_counter() - started
+        return scores
+
+    def _total(self, scores: dict[str, float | None], correct: bool) -> float | None:
+        parts = [
+            self.rewards[name].weight * score
+            for name, score in scores.items()
+            if score is not None and (correct or not self.rewards[name].conditional)
+        ]
         return sum(parts) if parts else None
 
 

@@ -1,0 +1,1 @@
+"""Runs programs that a model wrote, confined and killable; imports little, so that it starts fast."""
