@@ -71,6 +71,10 @@ def text_of(row: Row, path: str) -> str:
     if isinstance(value, str):
         if not value.strip():
             raise BadRow(f"an empty `{path}`")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can write it, no tokenizer can read it
+            raise BadRow(f"a `{path}` that is not valid Unicode") from error
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(f"a `{path}` of type {type(value).__name__}, which is no text")

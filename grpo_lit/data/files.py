@@ -90,7 +90,7 @@ class JsonLines(Rows):
     def _parse(line: bytes) -> Row | BadRow:
         try:
             return _row(json.loads(line))
-        except ValueError:  # malformed JSON, or bytes that are no text
+        except (ValueError, RecursionError):  # malformed, bytes that are no text, or nested beyond reading
             return BadRow("malformed JSON")
 
 
