@@ -94,7 +94,7 @@ class RewardCombination:
     def _timed_scores(self, name: str, reward: Reward, group: Group) -> list[float | None]:
         started = time.perf_counter()
         scores = checked_scores(name, reward, group)
-        self.seconds[name] += time.perf_counter() - started
+        self.seconds[name] += time.perf_counter() - started  # type: ignore[assignment]  # typed for whole counts
         return scores
 
     def _total(self, scores: dict[str, float | None], correct: bool) -> float | None:

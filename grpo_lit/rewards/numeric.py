@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
@@ -11,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from grpo_lit.errors import ConfigError
 from grpo_lit.rewards.extract import answer_text, last_boxed, last_tagged
 from grpo_lit.rewards.reward import Reward
+from grpo_lit.rewards.units import Unit, marked_powers, unit_beside
 from grpo_lit.rollout import Completion, Prompt
 
 #: Numbers with more digits, or a power of ten beyond this, are not read: exact arithmetic on them takes for ever
@@ -37,7 +39,9 @@ _NUMBER = re.compile(
 
 
 class NumericMatch(Reward):
-    r"""1 where the completion's number equals the prompt's answer exactly, else 0.
+    r"""1 where the completion's number equals the prompt's answer, exactly or within a tolerance, else 0.
+
+        |number - answer| <= max(absolute_tolerance, relative_tolerance * |answer|)
 
     Numbers are compared as fractions, never as floats. What counts as equal:
 
@@ -56,15 +60,40 @@ class NumericMatch(Reward):
         extract: Where the number stands: ``last_number`` of the text; ``answer_tag``, the last complete
             ``<answer>...</answer>``; ``boxed``, the last complete ``\boxed{...}``. The latter two must hold one
             number (after the last ``=``, if there is one), so that listing many guesses earns nothing.
+        relative_tolerance: Largest distance, as a share of the answer; 0.01 takes 99 to 101 for 100.
+        absolute_tolerance: Largest distance; the larger of the two counts.
+        units: ``ignore`` what stands beside a number. ``convert``: where the answer has a unit of
+            :mod:`grpo_lit.rewards.units` and the completion has one, both are brought to the same: ``1.5 km`` = ``1500
+            m``, and ``1.5 m`` or ``1.5 kg`` is wrong; a completion without one is taken to mean the answer's.
+            ``require``: as ``convert``, and a completion without one is wrong.
+
+    Raises:
+        ConfigError: For a tolerance that is negative or not finite, or a relative one from 1 on, which takes 0 for
+            anything.
     """
 
-    def __init__(self, extract: Literal["last_number", "answer_tag", "boxed"] = "last_number") -> None:
-        self.extract = extract
+    def __init__(
+        self,
+        extract: Literal["last_number", "answer_tag", "boxed"] = "last_number",
+        relative_tolerance: float = 0.0,
+        absolute_tolerance: float = 0.0,
+        units: Literal["ignore", "convert", "require"] = "ignore",
+    ) -> None:
+        if not 0 <= relative_tolerance < 1:
+            raise ConfigError(f"`relative_tolerance` expected 0 or more, below 1, but got {relative_tolerance}")
+        if not 0 <= absolute_tolerance < math.inf:
+            raise ConfigError(f"`absolute_tolerance` expected 0 or more, but got {absolute_tolerance}")
+        self.extract, self.units = extract, units
+        # As written: the float 0.01 is a little more than a hundredth.
+        self.relative_tolerance, self.absolute_tolerance = (
+            Fraction(str(relative_tolerance)),
+            Fraction(str(absolute_tolerance)),
+        )
         self.unreadable = 0
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         """Return 1 or 0 for each completion, or ``None`` for all where the prompt's answer is not a number."""
-        gold = None if prompt.answer is None else only_number(prompt.answer)
+        gold = None if prompt.answer is None else only_quantity(self._marked(prompt.answer))
         if gold is None:
             if not self.unreadable:
                 rank_zero_warn(
@@ -73,16 +102,32 @@ class NumericMatch(Reward):
                 )
             self.unreadable += 1
             return [None] * len(completions)
-        return [self._score(self._number(answer_text(prompt, completion)), gold) for completion in completions]
+        said = [self._quantity(self._marked(answer_text(prompt, completion))) for completion in completions]
+        return [self._score(self._in_unit_of(gold, quantity), gold.number) for quantity in said]
 
     def _score(self, number: Fraction | None, gold: Fraction) -> float:
-        return float(number == gold)
+        if number is None:
+            return 0.0
+        return float(abs(number - gold) <= max(self.absolute_tolerance, self.relative_tolerance * abs(gold)))
 
-    def _number(self, text: str) -> Fraction | None:
+    def _quantity(self, text: str) -> "Quantity | None":
         if self.extract == "last_number":
-            return last_number(text)
+            return last_quantity(text)
         region = last_tagged(text) if self.extract == "answer_tag" else last_boxed(text)
-        return None if region is None else only_number(region)
+        return None if region is None else only_quantity(region)
+
+    def _marked(self, text: str) -> str:
+        return text if self.units == "ignore" else marked_powers(text)
+
+    def _in_unit_of(self, gold: "Quantity", said: "Quantity | None") -> Fraction | None:
+        """Return the completion's number, in the answer's unit where units count; ``None`` where it has none of it."""
+        if said is None or self.units == "ignore" or gold.unit is None:
+            return None if said is None else said.number
+        if said.unit is None:
+            return said.number if self.units == "convert" else None
+        if said.unit.dimensions != gold.unit.dimensions:
+            return None
+        return said.number * said.unit.factor / gold.unit.factor
 
 
 class NumericCloseness(NumericMatch):
@@ -110,18 +155,49 @@ class NumericCloseness(NumericMatch):
         return 0.0 if number is None else float(max(Fraction(0), 1 - abs(number - gold) / self.scale))
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the value of the last number in the text; ``None`` without one, or where it cannot be read."""
-    last = None
-    for last in _NUMBER.finditer(_normal(text)):  # noqa: B007 (the last match is what is wanted)
+@dataclass(frozen=True)
+class Quantity:
+    """A number with its unit.
+
+    Attributes:
+        number: Its exact value.
+        unit: What stands beside it; ``None`` where that is no known unit.
+    """
+
+    number: Fraction
+    unit: Unit | None
+
+
+def last_quantity(text: str) -> Quantity | None:
+    """Return the last number in the text, with its unit; ``None`` without one, or where it cannot be read."""
+    last, text = None, _normal(text)
+    for last in _NUMBER.finditer(text):  # noqa: B007 (the last match is what is wanted)
         pass
-    return None if last is None else _value(last)
+    return None if last is None else _quantity(text, last)
+
+
+def only_quantity(text: str) -> Quantity | None:
+    """Return the one number after the last ``=``, with its unit; ``None`` where there is none or several."""
+    text = _normal(text).rpartition("=")[2]
+    found = list(_NUMBER.finditer(text))
+    return _quantity(text, found[0]) if len(found) == 1 else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the value of the last number in the text; see :func:`last_quantity`."""
+    found = last_quantity(text)
+    return None if found is None else found.number
 
 
 def only_number(text: str) -> Fraction | None:
-    """Return the value of the one number after the last ``=``; ``None`` where there is none or several."""
-    found = list(_NUMBER.finditer(_normal(text).rpartition("=")[2]))
-    return _value(found[0]) if len(found) == 1 else None
+    """Return the value of the one number after the last ``=``; see :func:`only_quantity`."""
+    found = only_quantity(text)
+    return None if found is None else found.number
+
+
+def _quantity(text: str, match: re.Match[str]) -> Quantity | None:
+    value = _value(match)
+    return None if value is None else Quantity(value, unit_beside(text, match.start(), match.end()))
 
 
 def _normal(text: str) -> str:

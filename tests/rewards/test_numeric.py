@@ -11,9 +11,9 @@ from grpo_lit.rewards.numeric import NumericCloseness, NumericMatch, last_number
 from grpo_lit.rollout import Completion, Prompt
 
 
-def score(text, answer, extract="last_number", metadata=None):
+def score(text, answer, extract="last_number", metadata=None, **options):
     prompt = Prompt(id="sum/0", question="", answer=answer, metadata=metadata or {})
-    return NumericMatch(extract)(prompt, [Completion((), (), text, "stop", 0)])[0]
+    return NumericMatch(extract, **options)(prompt, [Completion((), (), text, "stop", 0)])[0]
 
 
 @pytest.mark.parametrize(
@@ -211,3 +211,118 @@ def test_closeness_to_an_unreadable_answer_abstains_and_a_scale_of_nothing_is_re
     assert NumericCloseness()(Prompt("p", "q", "yes"), [Completion((), (), "3", "stop", 0)]) == [None]
     with pytest.raises(ConfigError, match="scale"):
         NumericCloseness(scale=0.0)
+
+
+# ---------------------------------------------------------------- tolerance
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "relative", "absolute", "expected"),
+    [
+        # Bounds belong to what is right, to the last digit: 1 % of 100 is 1.
+        ("101", "100", 0.01, 0.0, 1.0),
+        ("99", "100", 0.01, 0.0, 1.0),
+        ("101.0000000000000000001", "100", 0.01, 0.0, 0.0),
+        ("-101", "-100", 0.01, 0.0, 1.0),
+        ("100", "-100", 0.5, 0.0, 0.0),
+        ("3.14", "3.14159", 0.001, 0.0, 1.0),
+        ("3.1", "3.14159", 0.001, 0.0, 0.0),
+        ("0.333333", "1/3", 1e-5, 0.0, 1.0),
+        # A share of 0 is 0.
+        ("0.001", "0", 0.5, 0.0, 0.0),
+        ("0.001", "0", 0.0, 0.001, 1.0),
+        ("0.3", "0.2", 0.0, 0.1, 1.0),
+        ("0.31", "0.2", 0.0, 0.1, 0.0),
+        # The larger of the two counts: 0.01 * 100 = 1 against 2, and 0.03 * 100 = 3 against 2.
+        ("102", "100", 0.01, 2.0, 1.0),
+        ("103", "100", 0.03, 2.0, 1.0),
+        ("none", "100", 0.5, 1e9, 0.0),
+    ],
+)
+def test_tolerance(text, answer, relative, absolute, expected):
+    assert score(text, answer, relative_tolerance=relative, absolute_tolerance=absolute) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"relative_tolerance": 1.0}, "`relative_tolerance` expected 0 or more, below 1, but got 1.0"),
+        ({"relative_tolerance": -0.1}, "`relative_tolerance` expected"),
+        ({"relative_tolerance": float("nan")}, "`relative_tolerance` expected"),
+        ({"absolute_tolerance": -1.0}, "`absolute_tolerance` expected 0 or more, but got -1.0"),
+        ({"absolute_tolerance": float("inf")}, "`absolute_tolerance` expected"),
+    ],
+)
+def test_a_tolerance_that_takes_anything_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        NumericMatch(**options)
+
+
+# ---------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "convert", "require"),
+    [
+        ("7 cm", "7 cm", 1.0, 1.0),
+        ("7cm", "7 centimeters", 1.0, 1.0),
+        (r"7\text{ cm}", "7 cm", 1.0, 1.0),
+        (r"$7 \, \mathrm{cm}$.", "7 cm", 1.0, 1.0),
+        ("70 mm", "7 cm", 1.0, 1.0),
+        ("7 mm", "7 cm", 0.0, 0.0),
+        ("7 kg", "7 cm", 0.0, 0.0),
+        ("1.5 km", "1500 m", 1.0, 1.0),
+        ("12 inches", "1 foot", 1.0, 1.0),
+        ("1.5 hours", "90 minutes", 1.0, 1.0),
+        ("90 Minutes", "1.5 h", 1.0, 1.0),
+        # km/h to m/s: 36 * 1000 / 3600 = 10
+        ("36 km/h", "10 m/s", 1.0, 1.0),
+        ("10 meters per second", "36 km/h", 1.0, 1.0),
+        ("10 m", "36 km/h", 0.0, 0.0),
+        ("2 m^2", "20000 cm^2", 1.0, 1.0),
+        (r"2\text{ m}^{2}", "2 square meters", 1.0, 1.0),
+        ("2 m²", "2 sq m", 1.0, 1.0),
+        ("2 m", "2 m^2", 0.0, 0.0),
+        ("1 liter", "1000 cm^3", 1.0, 1.0),
+        ("250 ml", "0.25 L", 1.0, 1.0),
+        ("$0.50", "50 cents", 1.0, 1.0),
+        (r"\$5", "$5", 1.0, 1.0),
+        ("5 dollars", "$5", 1.0, 1.0),
+        ("$5 per hour", "5 dollars per hour", 1.0, 1.0),
+        ("€5", "$5", 0.0, 0.0),
+        ("28%", r"28\%", 1.0, 1.0),
+        ("28 percent", "28%", 1.0, 1.0),
+        (r"90^\circ", "90 degrees", 1.0, 1.0),
+        # Without a unit it means the answer's, unless one is required.
+        ("7", "7 cm", 1.0, 0.0),
+        ("$7$", "7 cm", 1.0, 0.0),
+        ("70", "7 cm", 0.0, 0.0),
+        ("0.28", "28%", 0.0, 0.0),
+        ("7 because I measured it", "7 cm", 1.0, 0.0),
+        # An answer without a unit asks for none.
+        ("7 cm", "7", 1.0, 1.0),
+        ("7 apples", "7 oranges", 1.0, 1.0),
+    ],
+)
+def test_units(text, answer, convert, require):
+    assert score(text, answer, units="convert") == convert
+    assert score(text, answer, units="require") == require
+    assert score(rf"\boxed{{{text.rstrip('.')}}}", answer, "boxed", units="convert") == convert
+
+
+def test_units_and_tolerance_go_together():
+    # 1 % of 1 mile = 1609.344 m is 16.09344 m: 1593.25 to 1625.43
+    assert score("1600 m", "1 mile", units="convert", relative_tolerance=0.01) == 1.0
+    assert score("1590 m", "1 mile", units="convert", relative_tolerance=0.01) == 0.0
+
+
+def test_units_count_for_nothing_unless_asked():
+    assert score("7 kg", "7 cm") == 1.0
+    assert score("70 mm", "7 cm") == 0.0
+
+
+@pytest.mark.parametrize("piece", ["1 m", "m^2", "$1", "1 sq ", "1 m per ", "1\\text{", "1~", "a^"])
+def test_reading_units_takes_linear_time(piece):
+    started = time.process_time()
+    score(piece * (200_000 // len(piece)), "7 cm", units="convert")
+    assert time.process_time() - started < 2
