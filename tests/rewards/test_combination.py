@@ -1,5 +1,6 @@
 import asyncio
 import math
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -74,6 +75,51 @@ def test_a_reward_that_abstains_is_no_zero():
 def test_which_reward_says_correct_and_from_where(correct, correct_at, expected):
     parts = {"answer": WeightedReward(Canned([1, 0.5, 0])), "bonus": WeightedReward(Canned([0, 0, 3]), -1.0)}
     assert scored(RewardCombination(parts, correct, correct_at), 3).correct == expected
+
+
+def test_a_conditional_reward_counts_only_for_what_is_correct():
+    parts = {
+        "answer": WeightedReward(Canned([1, 0, None, 1])),
+        "format": WeightedReward(Canned([1, 1, 1, None]), 0.25, conditional=True),
+        "length": WeightedReward(Canned([1, 1, None, 1]), -0.5),
+    }
+    g = scored(RewardCombination(parts))
+    # 1 + .25 - .5; without the format's .25 where the answer is wrong; nothing counts where nobody could tell; 1 - .5.
+    assert g.rewards == [0.75, -0.5, None, 0.5]
+    # Logged for all of them.
+    assert g.scores["format"] == [1.0, 1.0, 1.0, None]
+    assert g.correct == [True, False, None, True]
+
+
+def test_conditional_on_the_score_from_which_on_a_completion_is_correct():
+    parts = {
+        "format": WeightedReward(Canned([1, 1, 1]), conditional=True),
+        "answer": WeightedReward(Canned([0.4, 0.5, 0.6])),
+    }
+    assert scored(RewardCombination(parts, "answer", 0.5), 3).rewards == [0.4, 1.5, 1.6]
+
+
+def test_what_is_correct_cannot_depend_on_itself():
+    parts = {"answer": WeightedReward(Canned([1]), conditional=True), "format": WeightedReward(Canned([1]))}
+    with pytest.raises(ConfigError, match="`correct` expected a reward that is not conditional, but got 'answer'"):
+        RewardCombination(parts)
+    assert scored(RewardCombination(parts, "format"), 1).rewards == [2.0]
+
+
+def test_the_time_of_each_reward_adds_up():
+    class Slow(Canned):
+        def __call__(self, prompt, completions):
+            time.sleep(0.02)
+            return super().__call__(prompt, completions)
+
+    combination = RewardCombination({"slow": WeightedReward(Slow([1])), "fast": WeightedReward(Canned([1]))})
+    for _ in range(2):
+        scored(combination, 1)
+    assert combination.seconds["slow"] >= 0.04
+    assert combination.seconds["fast"] > 0
+    combination.seconds.clear()
+    scored(combination, 1)
+    assert combination.seconds["slow"] >= 0.02
 
 
 def test_a_weight_of_zero_only_logs_and_a_negative_one_punishes():
@@ -218,6 +264,33 @@ def test_the_yaml_shape_with_short_class_names():
     assert isinstance(combination.rewards["format"].reward, ThinkAnswerFormat)
     assert [part.weight for part in combination.rewards.values()] == [1.0, 0.2]
     assert combination.correct == "answer"
+
+
+def test_every_reward_has_a_short_name_and_its_settings():
+    combination = parse(
+        """
+data:
+  rewards:
+    rewards:
+      code: {reward: {class_path: CodeTests, init_args: {limits: {seconds: 3, memory_mib: 256}, partial: true}}}
+      choice: {reward: {class_path: MultipleChoice, init_args: {extract: boxed}}}
+      number: {reward: {class_path: NumericMatch, init_args: {relative_tolerance: 1e-3, units: convert}}}
+      format:
+        reward: {class_path: RegexFormat, init_args: {pattern: '<think>.*</think>.*', once: [<think>, </think>]}}
+        weight: 0.1
+        conditional: true
+"""
+    )
+    rewards = {name: part.reward for name, part in combination.rewards.items()}
+    assert (rewards["code"].limits.seconds, rewards["code"].limits.memory_mib, rewards["code"].partial) == (
+        3,
+        256,
+        True,
+    )
+    assert rewards["choice"].extract == "boxed"
+    assert rewards["number"].relative_tolerance == Fraction(1, 1000)
+    assert rewards["format"].once == ("<think>", "</think>")
+    assert [part.conditional for part in combination.rewards.values()] == [False, False, False, True]
 
 
 def test_a_reward_takes_its_own_arguments_from_yaml():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lit.errors import ConfigError
-from grpo_lit.rewards.format import TAGS, ThinkAnswerFormat
+from grpo_lit.rewards.format import TAGS, RegexFormat, ThinkAnswerFormat, TokenFormat
 from grpo_lit.rollout import Completion, Prompt
 
 
@@ -110,3 +110,144 @@ def test_200_kb_take_linear_time(piece, start, end):
 def test_a_credit_out_of_range_is_refused(credit):
     with pytest.raises(ConfigError, match=r"`tag_credit` expected 0 to 0\.25"):
         ThinkAnswerFormat(credit)
+
+
+# ---------------------------------------------------------------- regular expressions
+
+THINK = r"<think>.*</think>.*\S.*"
+ONCE = ["<think>", "</think>"]
+
+
+def fits(pattern, text, prefill="", **arguments):
+    prompt = Prompt(id="a", question="", metadata={"prefill": prefill})
+    return RegexFormat(pattern, **arguments)(prompt, [Completion((), (), text, "stop", 0)])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "prefill", "expected"),
+    [
+        ("<think>\na\nb\n</think>\n<answer>9</answer>", "", 1.0),
+        ("reasoning</think>\nanswer", "<|im_start|>assistant\n<think>\n", 1.0),
+        ("reasoning</think>\nanswer<|im_end|>", "<|im_start|>assistant\n<think>\n", 1.0),
+        (" <think>a</think>b \n<|im_end|>\n", "", 1.0),
+        ("reasoning</think>\nanswer", "", 0.0),
+        ("<think>a</think><think>b</think>c", "", 0.0),
+        ("</think><think>", "", 0.0),
+        ("<think>a</think>", "", 0.0),
+        ("<think>a", "", 0.0),
+        ("x<think>a</think>b", "", 0.0),
+        ("", "", 0.0),
+    ],
+)
+def test_a_regex_for_thinking_before_the_answer(text, prefill, expected):
+    assert fits(THINK, text, prefill, once=ONCE) == expected
+
+
+def test_the_whole_text_must_match_unless_a_part_is_asked_for():
+    assert fits("[0-9]+", "7 apples") == 0.0
+    assert fits("[0-9]+", "7 apples", match="search") == 1.0
+    # A pattern that closes its own ends, as those found in print do.
+    assert (
+        fits("^<think>\\n.*?\\n</think>\\n<answer>.*?</answer>$", "<think>\na\nb\n</think>\n<answer>9</answer>") == 1.0
+    )
+    assert fits("^b", "a\nb", match="search") == 0.0
+    assert fits("(?m)^b", "a\nb", match="search") == 1.0
+
+
+def test_the_dot_takes_line_breaks_unless_told():
+    assert fits("a.b", "a\nb") == 1.0
+    assert fits("(?-s:a.b)", "a\nb") == 0.0
+
+
+def test_a_pattern_that_backtracks_is_given_up_and_counted():
+    reward = RegexFormat("(a+)+b", timeout=0.1)
+    completions = [Completion((), (), text, "stop", 0) for text in ("a" * 5000, "aab", "a" * 5000)]
+    started = time.process_time()
+    with pytest.warns(UserWarning, match="gave up on a text of 5000 characters after 0.1 s") as caught:
+        assert reward(Prompt(id="a", question=""), completions) == [0.0, 1.0, 0.0]
+    assert len(caught) == 1
+    assert reward.timeouts == 2
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("piece", ["<think>", "</think>", "<think>a</think>", " ", "a\n"])
+@pytest.mark.parametrize("once", [[], ONCE])
+def test_200_kb_end_in_time_whatever_the_pattern(piece, once):
+    started = time.process_time()
+    fits(r"<think>.*?</think>\s*<answer>.*?</answer>", piece * (200_000 // len(piece)), once=once)
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pattern": "(a"}, r"`pattern` expected a regular expression, but got '\(a'"),
+        ({"pattern": "a", "once": [""]}, "`once` expected texts"),
+        ({"pattern": "a", "timeout": 0.0}, "`timeout` of RegexFormat expected to be > 0"),
+    ],
+)
+def test_a_regex_that_cannot_work_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        RegexFormat(**arguments)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny_folder):
+    """A tokenizer to which <think> is a special token, which decoded text lacks, and </think> an ordinary one."""
+    from transformers import AutoTokenizer
+
+    folder = tiny_folder("llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.add_tokens(["</think>"])
+    tokenizer.save_pretrained(folder)
+    return str(folder), tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "prefill", "expected"),
+    [
+        ("<think>a</think>b", "", 1.0),
+        ("<think></think>", "", 1.0),
+        ("x<think>a\nb</think>b<|im_end|>", "", 1.0),
+        ("a</think>b", "<|im_start|>assistant\n<think>\n", 1.0),
+        ("b", "<|im_start|>assistant\n<think>\n\n</think>\n\n", 1.0),
+        ("<think>a</think>b", "<think>", 0.0),
+        ("a</think>b", "", 0.0),
+        ("<think>a", "", 0.0),
+        ("</think><think>", "", 0.0),
+        ("<think>a</think><think>b</think>c", "", 0.0),
+        ("<think><think>a</think>", "", 0.0),
+        ("<think>a</think></think>", "", 0.0),
+        ("", "", 0.0),
+    ],
+)
+def test_one_opening_token_before_one_closing_token(thinker, text, prefill, expected):
+    folder, tokenizer = thinker
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    prompt = Prompt(id="a", question="", metadata={"prefill": prefill})
+    # The decoded text plays no part.
+    completion = Completion(ids, (0.0,) * len(ids), tokenizer.decode(ids, skip_special_tokens=True), "stop", 0)
+    assert TokenFormat(folder)(prompt, [completion]) == [expected]
+
+
+def test_the_characters_of_a_tag_in_several_tokens_are_no_tag(thinker):
+    folder, tokenizer = thinker
+    ids = tuple(i for c in "<think>a</think>b" for i in tokenizer(c, add_special_tokens=False)["input_ids"])
+    completion = Completion(ids, (0.0,) * len(ids), "<think>a</think>b", "stop", 0)
+    assert TokenFormat(folder)(Prompt(id="a", question=""), [completion]) == [0.0]
+
+
+def test_tags_that_are_no_tokens_are_refused(thinker):
+    folder, _ = thinker
+    with pytest.raises(
+        ConfigError, match="`opening` of TokenFormat expected one token of the tokenizer, but got '<plan>'"
+    ):
+        TokenFormat(folder, opening="<plan>")
+    with pytest.raises(ConfigError, match="`closing` of TokenFormat expected another tag than `opening`"):
+        TokenFormat(folder, closing="<think>")
+    with pytest.raises(ConfigError):
+        TokenFormat("no/such/folder")
