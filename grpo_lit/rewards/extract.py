@@ -53,6 +53,24 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
+def after_hashes(text: str) -> str | None:
+    """Return the rest of the line after the last ``####``, as GSM8K marks its answers; ``None`` without one."""
+    start = text.rfind("####")
+    return None if start < 0 else text[start + 4 :].lstrip("#").partition("\n")[0].strip()
+
+
+def balanced(text: str) -> bool:
+    r"""Return whether every brace that opens closes again, escaped ones apart."""
+    depth = 0
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match.group() in (r"\{", r"\}"):
+            continue
+        depth += -1 if match.group() == "}" else 1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def last_line(text: str) -> str | None:
     """Return the last line that is not blank; ``None`` without one."""
     stripped = text.rstrip()

@@ -2,7 +2,15 @@ import time
 
 import pytest
 
-from grpo_lit.rewards.extract import answer_text, last_boxed, last_line, last_tagged, opened_tags
+from grpo_lit.rewards.extract import (
+    after_hashes,
+    answer_text,
+    balanced,
+    last_boxed,
+    last_line,
+    last_tagged,
+    opened_tags,
+)
 from grpo_lit.rollout import Completion, Prompt
 
 
@@ -47,6 +55,40 @@ def test_the_last_complete_tag(text, content):
 
 
 @pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("16 - 3 = 13\n#### 18", "18"),
+        ("#### 70,000", "70,000"),
+        ("#### 3\nno:\n#### 4 \nthe end", "4"),
+        ("####5", "5"),
+        ("##### 5", "5"),
+        ("####", ""),
+        ("### 5", None),
+        ("", None),
+    ],
+)
+def test_after_the_last_hashes(text, answer):
+    assert after_hashes(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "even"),
+    [
+        ("", True),
+        (r"\frac{1}{2}", True),
+        (r"\frac{1}{2", False),
+        ("}{", False),
+        (r"\{1, 2\}", True),
+        (r"\{", True),
+        (r"\boxed{", False),
+        (r"\boxed{1}", True),
+    ],
+)
+def test_balanced_braces(text, even):
+    assert balanced(text) is even
+
+
+@pytest.mark.parametrize(
     ("text", "line"), [("a\nb\n\n", "b"), ("a", "a"), ("", None), (" \n ", None), ("a\n  b  ", "b")]
 )
 def test_the_last_line(text, line):
@@ -80,6 +122,6 @@ def test_a_prompt_without_a_template_has_no_tags():
 def test_extraction_takes_linear_time(piece):
     text = piece * (200_000 // len(piece))
     started = time.process_time()
-    for extract in (last_boxed, last_tagged, last_line):
+    for extract in (last_boxed, last_tagged, last_line, after_hashes, balanced):
         extract(text)
     assert time.process_time() - started < 1
