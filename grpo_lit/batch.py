@@ -12,15 +12,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_lit.rollout import Group
+from grpo_lit.rollout import Completion, Group
 from grpo_lit.shapes import SequenceBool, SequenceFloat, SequenceInt, TokenBool, TokenFloat, TokenInt
 
 #: Sums a tensor over all ranks; the identity on one process.
 SumRanks = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """The tokens that the sampler left possible at each step; see :class:`grpo_lit.rollout.KeptTokens`.
+
+    Attributes:
+        ids: Possible tokens, step after step.
+        counts: How many of them belong to each completion token; 0: the whole vocabulary was possible.
+    """
+
+    ids: Int[Tensor, "E"]
+    counts: TokenInt
 
 
 @dataclass(frozen=True)
@@ -45,9 +59,13 @@ class TokenBatch:
         old_entropy: Entropy of the old policy at each token [nats]; ``None`` unless a selection asks for it.
         selected: Tokens whose surrogate trains; ``None``: all.
         truncated: Whether each sequence ran into the length limit.
+        stale: Whether older weights than this rollout's sampled each sequence: its old policy is the sampler.
+        own: Whether each sequence's old policy is the policy itself, whatever ``old_logprobs`` holds; ``None``: no.
         prompt: Index of each sequence's prompt in the rollout, over all ranks; ``None``: ``group``, on one rank.
         shadow_advantages: Advantages of each shadow objective, one column each.
         shadow_weights: Weights of each shadow objective.
+        kept_ids: Tokens that the sampler left possible, step after step; ``None``: all of them, everywhere.
+        kept_counts: How many of those belong to each token; 0: the whole vocabulary was possible.
         temperature: Sampling temperature, for every log-prob of this batch.
         domains: Names of the domains.
         score_names: Names of the columns of ``scores``.
@@ -70,9 +88,13 @@ class TokenBatch:
     old_entropy: TokenFloat | None = None
     selected: TokenBool | None = None
     truncated: SequenceBool | None = None
+    stale: SequenceBool | None = None
+    own: SequenceBool | None = None
     prompt: SequenceInt | None = None
     shadow_advantages: Float[Tensor, "S M"] | None = None
     shadow_weights: Float[Tensor, "S M"] | None = None
+    kept_ids: Int[Tensor, "E"] | None = None
+    kept_counts: TokenInt | None = None
     temperature: float = 1.0
     domains: tuple[str, ...] = ("default",)
     score_names: tuple[str, ...] = ()
@@ -81,6 +103,11 @@ class TokenBatch:
     def sequence(self) -> TokenInt:
         """Which sequence each token belongs to [T]."""
         return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
+
+    @property
+    def kept(self) -> KeptTensors | None:
+        """What log-probs are normalised over; ``None``: the whole vocabulary, everywhere."""
+        return None if self.kept_ids is None else KeptTensors(self.kept_ids, self.kept_counts)
 
     @property
     def tokens(self) -> int:
@@ -95,11 +122,15 @@ class TokenBatch:
             groups: Scored groups.
             temperature: The one they were sampled at.
             score_names: Columns of ``scores``, the same on every rank.
+
+        Raises:
+            ValueError: A sampled token is not among those that were possible.
         """
         domains = tuple(sorted({g.prompt.domain for g in groups})) or ("default",)
         rows = [(n, i) for n, g in enumerate(groups) for i, reward in enumerate(g.rewards) if _is_known(reward)]
         completions = [groups[n].completions[i] for n, i in rows]
         scores = [[_nan_if_none(groups[n].scores[name][i]) for name in score_names] for n, i in rows]
+        kept = _kept(completions)
         return cls(
             prompt_ids=_ints([t for g in groups for t in g.prompt.token_ids]),
             prompt_lengths=_ints([len(g.prompt.token_ids) for g in groups]),
@@ -112,6 +143,8 @@ class TokenBatch:
             domain=_ints([domains.index(groups[n].prompt.domain) for n, _ in rows]),
             weight_version=_ints([c.weight_version for c in completions]),
             truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
+            kept_ids=None if kept is None else kept.ids,
+            kept_counts=None if kept is None else kept.counts,
             temperature=temperature,
             domains=domains,
             score_names=tuple(score_names),
@@ -125,7 +158,15 @@ class TokenBatch:
         """Return these sequences only, in the order given, with the prompts they need and no others."""
         tokens = self.token_positions(sequences)
         groups, group = torch.unique(self.group[sequences], return_inverse=True)
-        per_token = ("token_ids", "sampler_logprobs", "old_logprobs", "reference_logprobs", "old_entropy", "selected")
+        per_token = (
+            "token_ids",
+            "sampler_logprobs",
+            "old_logprobs",
+            "reference_logprobs",
+            "old_entropy",
+            "selected",
+            "kept_counts",
+        )
         per_sequence = (
             "lengths",
             "rewards",
@@ -135,12 +176,16 @@ class TokenBatch:
             "advantages",
             "weights",
             "truncated",
+            "stale",
+            "own",
             "prompt",
             "shadow_advantages",
             "shadow_weights",
         )
         picked: dict[str, Any] = {name: _pick(getattr(self, name), tokens) for name in per_token}
         picked |= {name: _pick(getattr(self, name), sequences) for name in per_sequence}
+        if self.kept_ids is not None:
+            picked["kept_ids"] = self.kept_ids[segment_indices(self.kept_counts, tokens)]
         return replace(
             self,
             prompt_ids=self.prompt_ids[segment_indices(self.prompt_lengths, groups)],
@@ -172,6 +217,26 @@ def segment_indices(lengths: Int[Tensor, "A"], segments: Int[Tensor, "B"]) -> In
 
 def _pick(values: Tensor | None, index: Tensor) -> Tensor | None:
     return None if values is None else values[index]
+
+
+def _kept(completions: Sequence[Completion]) -> KeptTensors | None:
+    """Return the kept tokens of all completions, one after the other; ``None`` where nothing was ever impossible."""
+    if all(c.kept is None for c in completions):
+        return None
+    counts = [c.kept.counts if c.kept is not None else (0,) * len(c.token_ids) for c in completions]
+    packed = b"".join(c.kept.ids for c in completions if c.kept is not None)
+    kept = KeptTensors(
+        torch.from_numpy(np.frombuffer(packed, dtype=np.int32).copy()), _ints([n for part in counts for n in part])
+    )
+    token_ids = _ints([t for c in completions for t in c.token_ids])
+    owner = torch.repeat_interleave(torch.arange(len(token_ids)), kept.counts)
+    is_kept = (kept.counts == 0).index_fill(0, owner[kept.ids == token_ids[owner]], True)
+    if not bool(is_kept.all()):
+        token = int(token_ids[~is_kept][0])
+        raise ValueError(
+            f"`kept` expected every sampled token among those that were possible, but token {token} is not"
+        )
+    return kept
 
 
 def _is_known(reward: float | None) -> bool:

@@ -15,9 +15,13 @@ Everything here is plain Python, so that a checkpoint can hold it and a worker p
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
+
+from grpo_lit.errors import ConfigError
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,15 +48,48 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """The tokens that top-k, top-p and min-p left possible at each step of a completion: its sampling mask, ragged.
+
+    The learner renormalises its log-probs over them, so that sampler and learner speak of the same distribution
+    (Keep Sampling Mask of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+
+    Attributes:
+        counts: How many tokens were possible at each step, the sampled one among them.
+        ids: Their ids, step after step, 4 bytes each: a tuple of them would take nine times the memory.
+    """
+
+    counts: tuple[int, ...]
+    ids: bytes
+
+    def __post_init__(self) -> None:
+        """Refuse ids that do not belong to the counts."""
+        if len(self.ids) != 4 * sum(self.counts):
+            raise ValueError(f"`ids` expected 4 bytes for each of {sum(self.counts)} tokens, but got {len(self.ids)}")
+
+    @classmethod
+    def of(cls, steps: Iterable[Sequence[int]]) -> "KeptTokens":
+        """Pack one list of ids per step."""
+        steps = list(steps)
+        return cls(tuple(len(ids) for ids in steps), array("i", [i for ids in steps for i in ids]).tobytes())
+
+    def steps(self) -> list[tuple[int, ...]]:
+        """Return the ids of each step."""
+        flat, ends = array("i", self.ids), accumulate(self.counts)
+        return [tuple(flat[end - count : end]) for end, count in zip(ends, self.counts, strict=True)]
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled answer: exactly the tokens that the sampler emitted, never re-encoded.
 
     Attributes:
         token_ids: Emitted tokens, the stop token included when there is one. May be empty.
-        logprobs: The sampler's own log-prob of each token [nats], after the temperature.
+        logprobs: The sampler's own log-prob of each token [nats], after the temperature and among the kept tokens.
         text: The tokens decoded without special tokens.
         finish_reason: ``stop`` when a stop token came (at the cap too), else ``length``.
         weight_version: ``global_step`` of the weights that sampled it.
+        kept: The tokens that were possible at each step; ``None``: the whole vocabulary at every step.
     """
 
     token_ids: tuple[int, ...]
@@ -60,12 +97,17 @@ class Completion:
     text: str
     finish_reason: FinishReason
     weight_version: int
+    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a completion whose log-probs do not belong to its tokens."""
+        """Refuse a completion whose log-probs or kept tokens do not belong to its tokens."""
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"`logprobs` expected one value per token ({len(self.token_ids)}), but got {len(self.logprobs)}"
+            )
+        if self.kept is not None and len(self.kept.counts) != len(self.token_ids):
+            raise ValueError(
+                f"`kept` expected one set per token ({len(self.token_ids)}), but got {len(self.kept.counts)}"
             )
 
 
@@ -97,26 +139,57 @@ class Group:
     def from_state_dict(cls, state: dict[str, Any]) -> "Group":
         """Rebuild a group written by :meth:`state_dict`."""
         prompt = Prompt(**{**state["prompt"], "token_ids": tuple(state["prompt"]["token_ids"])})
-        completions = tuple(
-            Completion(**{**c, "token_ids": tuple(c["token_ids"]), "logprobs": tuple(c["logprobs"])})
-            for c in state["completions"]
-        )
+        completions = tuple(_completion(c) for c in state["completions"])
         return cls(**{**state, "prompt": prompt, "completions": completions})
+
+
+def _completion(state: dict[str, Any]) -> Completion:
+    kept = state.get("kept")  # checkpoints older than the field have none
+    kept = None if kept is None else KeptTokens(tuple(kept["counts"]), kept["ids"])
+    tokens = {name: tuple(state[name]) for name in ("token_ids", "logprobs")}
+    return Completion(**{**state, **tokens, "kept": kept})
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How completions are drawn.
 
+    What ``min_p``, ``top_k`` and ``top_p`` leave possible, applied in this order after the temperature, is recorded
+    with every token, and the learner renormalises over it. Greedy decoding ignores them.
+
     Attributes:
         temperature: Logits are divided by it, in the engine and in the learner alike. 0 is greedy: evaluation only.
         max_tokens: Most tokens of one completion.
         completions: G, the samples per prompt.
+        top_k: Only the k likeliest tokens are possible; 0: all.
+        top_p: Only the likeliest tokens that reach this probability together are possible; 1: all.
+        min_p: Only tokens at least this fraction as likely as the likeliest one are possible; 0: all.
+
+    Raises:
+        ConfigError: For a value that leaves nothing possible, or has no meaning.
     """
 
     temperature: float = 1.0
     max_tokens: int = 256
     completions: int = 8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse limits out of range."""
+        for name, is_sound, expected in (
+            ("top_k", self.top_k >= 0, "to be >= 1, or 0 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "to be > 0 and <= 1 (1: all tokens)"),
+            ("min_p", 0 <= self.min_p <= 1, "to be >= 0 and <= 1 (0: all tokens)"),
+        ):
+            if not is_sound:
+                raise ConfigError(f"`data.sampling.{name}` expected {expected}, but got {getattr(self, name)}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be impossible."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 def sample_seed(seed: int, prompt: Prompt, epoch: int, sample: int) -> int:

@@ -13,6 +13,7 @@ letter  axis
 ``R L`` rows and columns of a packed micro-batch, as the transformer sees it
 ``H``   hidden size
 ``V``   vocabulary
+``E``   kept tokens of a batch: what was possible at each completion token, one after the other
 ======  ==========================================================================================
 
 Shapes are checked by beartype in every test run and cost nothing in production.

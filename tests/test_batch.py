@@ -1,15 +1,18 @@
 import dataclasses
+import io
 import math
 
 import pytest
 import torch
 
 from grpo_lit.batch import TokenBatch, segment_indices
-from grpo_lit.rollout import Completion, Group, Prompt
+from grpo_lit.rollout import Completion, Group, KeptTokens, Prompt
+from grpo_lit.rollouts.minibatch import Rollout, UpdatePlan
 
 
-def completion(ids, finish="stop"):
-    return Completion(tuple(ids), tuple(-float(i) for i in ids), "", finish, weight_version=3)
+def completion(ids, finish="stop", kept=None):
+    kept = None if kept is None else KeptTokens.of(kept)
+    return Completion(tuple(ids), tuple(-float(i) for i in ids), "", finish, weight_version=3, kept=kept)
 
 
 @pytest.fixture
@@ -87,6 +90,8 @@ def full(groups):
         selected=tokens > 2,
         shadow_advantages=torch.stack([sequences, -sequences], 1),
         shadow_weights=torch.stack([sequences, sequences + 1], 1),
+        kept_ids=torch.tensor([1, 9, 3, 3, 8, 9, 2], dtype=torch.int32),
+        kept_counts=torch.tensor([2, 0, 1, 3, 1]),
     )
 
 
@@ -106,6 +111,8 @@ def test_select_takes_every_field_of_a_sequence_along(groups):
     for name, base in (("old_logprobs", 20), ("reference_logprobs", 30), ("old_entropy", 40)):
         assert (getattr(picked, name) - base).tolist() == [2.0, 3.0, 4.0, 0.0, 1.0], name
     assert picked.selected.tolist() == [False, True, True, False, False]
+    assert picked.kept_counts.tolist() == [1, 3, 1, 2, 0]
+    assert picked.kept_ids.tolist() == [3, 3, 8, 9, 2, 1, 9]
 
 
 def test_select_drops_prompts_nobody_answers(groups):
@@ -142,6 +149,37 @@ def test_to_moves_tensors_and_keeps_the_rest(groups):
     assert moved.rewards.device.type == "meta"
     assert moved.selected.device.type == "meta"
     assert moved.domains == ("code", "math")
+
+
+def test_kept_tokens_become_flat_and_0_stands_for_the_whole_vocabulary(groups):
+    groups[0].completions = (completion([1, 2], kept=[(1, 4), (0, 2, 5)]), completion([5], kept=[(5,)]), completion([]))
+    batch = TokenBatch.from_groups(groups, 1.0)  # the second sample was dropped, the last was drawn without limits
+    assert batch.kept_counts.tolist() == [2, 3, 0, 0, 0]
+    assert batch.kept_ids.tolist() == [1, 4, 0, 2, 5]
+    assert batch.kept_ids.dtype == torch.int32
+    assert batch.kept.counts is batch.kept_counts
+
+
+def test_without_limits_no_kept_tokens_are_held(groups):
+    assert TokenBatch.from_groups(groups, 1.0).kept is None
+
+
+def test_a_sampled_token_that_was_not_possible_is_refused(groups):
+    groups[1].completions = (completion([3, 6, 2], kept=[(3, 6), (3, 7), (2,)]),)
+    with pytest.raises(ValueError, match="but token 6 is not"):
+        TokenBatch.from_groups(groups, 1.0)
+
+
+def test_a_rollout_in_progress_survives_a_checkpoint_with_its_kept_tokens_or_from_before_there_were_any(groups):
+    batch, file = full(groups), io.BytesIO()
+    torch.save(Rollout(groups, batch, UpdatePlan()).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    again = Rollout.from_state_dict(state).batch
+    assert torch.equal(again.kept_ids, batch.kept_ids)
+    assert torch.equal(again.kept_counts, batch.kept_counts)
+    del state["batch"]["kept_ids"], state["batch"]["kept_counts"]
+    assert Rollout.from_state_dict(state).batch.kept is None
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
 """The chunked head: log-prob and entropy of completion tokens from hidden states, never holding [T, V]."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_lit.batch import KeptTensors
 from grpo_lit.shapes import TokenFloat, TokenInt
 
 #: Bytes of float32 logits held at a time. A chunk this size stays near the cache and keeps the matrix product busy.
 CHUNK_BYTES = 64 * 2**20
+#: Logit of a token that was not possible: its probability is exactly 0. With -inf, 0 * inf would make entropy NaN.
+IMPOSSIBLE = -1e9
 
 
 @dataclass(frozen=True)
@@ -34,27 +38,34 @@ class Head:
     entropy_gradient: bool = False
 
 
-def logprobs_and_entropy(hidden: Float[Tensor, "T H"], targets: TokenInt, head: Head) -> tuple[TokenFloat, TokenFloat]:
+def logprobs_and_entropy(
+    hidden: Float[Tensor, "T H"], targets: TokenInt, head: Head, kept: KeptTensors | None = None
+) -> tuple[TokenFloat, TokenFloat]:
     """Return log p(target) and the entropy of the distribution at each position [nats], in float32 or better.
 
     z = softcap(scale (h W^T + b)) / temperature,   logp = z[target] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v
 
-    Chunk by chunk, recomputed in backward: peak memory is a chunk of logits, not [T, V].
+    With kept tokens, logsumexp and the sum go over those alone: a token that the sampler could not draw has probability
+    0 and no gradient. Chunk by chunk, recomputed in backward: peak memory is a chunk of logits, not [T, V].
 
     Args:
         hidden: Last hidden states at the positions that predict the targets.
         targets: The tokens that were drawn.
         head: The output layer.
+        kept: The tokens that were possible at each position, the target among them; ``None``: all.
     """
-    return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, head)
+    return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, head, kept)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, impossible: Bool[Tensor, "t V"] | None
+) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits.to(_accumulator(logits.dtype)) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits.div_(head.temperature)
+    logits = logits.div_(head.temperature)
+    return logits if impossible is None else logits.masked_fill_(impossible, IMPOSSIBLE)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -67,7 +78,13 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        kept: KeptTensors | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         # Autocast would cast the weight again for every chunk: cast once, here, and switch it off below.
@@ -76,13 +93,13 @@ class _ChunkedHead(torch.autograd.Function):
         bias_c = None if bias is None else bias.to(dtype)
         logprobs, entropy, lse = (hidden.new_empty(len(targets), dtype=_accumulator(dtype)) for _ in range(3))
         with torch.autocast(device, enabled=False):
-            for chunk in _chunks(len(targets), len(weight)):
-                logits = _logits(hidden_c[chunk], weight_c, bias_c, head)
+            for chunk, impossible in _chunks(len(targets), len(weight), kept):
+                logits = _logits(hidden_c[chunk], weight_c, bias_c, head, impossible)
                 lse[chunk] = torch.logsumexp(logits, -1)
                 logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - lse[chunk]
                 probs = (logits - lse[chunk, None]).exp_()
                 entropy[chunk] = lse[chunk] - torch.einsum("tv,tv->t", probs, logits)
-        ctx.head, ctx.dtype, ctx.has_bias = head, dtype, bias is not None
+        ctx.head, ctx.kept, ctx.dtype, ctx.has_bias = head, kept, dtype, bias is not None
         ctx.save_for_backward(hidden, weight, targets, lse, entropy, *([bias] if bias is not None else []))
         if not head.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -97,8 +114,8 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_c)
         grad_weight = torch.zeros_like(weight, dtype=_accumulator(ctx.dtype)) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=_accumulator(ctx.dtype)) if bias is not None else None
-        for chunk in _chunks(len(targets), len(weight)):
-            logits = _logits(hidden_c[chunk], weight_c, bias_c, head)
+        for chunk, impossible in _chunks(len(targets), len(weight), ctx.kept):
+            logits = _logits(hidden_c[chunk], weight_c, bias_c, head, impossible)
             log_p = logits - lse[chunk, None]
             grad = log_p.exp()  # dlogp/dz = onehot - p;  dH/dz = -p (log p + H)
             if head.entropy_gradient:
@@ -120,6 +137,7 @@ class _ChunkedHead(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
+            None,
         )
 
 
@@ -131,6 +149,24 @@ def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
         total += (grad.T @ hidden).to(total.dtype)
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
+def _chunks(
+    tokens: int, vocabulary: int, kept: KeptTensors | None
+) -> Iterator[tuple[slice, Bool[Tensor, "t V"] | None]]:
+    """Yield where each chunk lies, and which tokens were impossible in it; ``None``: none."""
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+    slices = [slice(start, start + size) for start in range(0, tokens, size)]
+    if kept is None:
+        yield from ((chunk, None) for chunk in slices)
+        return
+    counts = [kept.counts[chunk] for chunk in slices]
+    # All sizes at once: reading them one by one would stop a CUDA device at every chunk.
+    sizes = torch.stack([part.sum() for part in counts]).tolist() if counts else []
+    for chunk, part, ids in zip(slices, counts, kept.ids.split(sizes), strict=True):
+        yield chunk, _impossible(part, ids, vocabulary)
+
+
+def _impossible(counts: Int[Tensor, "t"], ids: Int[Tensor, "E"], vocabulary: int) -> Bool[Tensor, "t V"]:
+    """Return which tokens are not among ``ids``, of which each row has as many as ``counts`` says; 0: none."""
+    impossible = (counts > 0)[:, None].repeat(1, vocabulary)
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts, output_size=len(ids))
+    return impossible.index_put_((rows, ids.long()), impossible.new_zeros(()))

@@ -16,7 +16,7 @@ from grpo_lit.policy.packing import Pack, pack_rows, plan_micro_batches
 from grpo_lit.policy.policy import Policy, PolicyOutput
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollouts.minibatch import UpdatePlan
-from grpo_lit.shapes import SequenceBool, SequenceInt
+from grpo_lit.shapes import SequenceBool, SequenceInt, TokenFloat
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Learner:
         sequences = torch.arange(len(batch.lengths)) if sequences is None else sequences
         logprobs, entropy = (torch.zeros_like(batch.sampler_logprobs) for _ in range(2))
         for chosen, micro, pack in self._micro_batches(batch, sequences):
-            output = policy(pack.to(self.device), micro.token_ids.to(self.device), micro.temperature)
+            output = _output(policy, micro.to(self.device), pack.to(self.device))
             if chosen is not None:
                 positions = batch.token_positions(chosen)
                 logprobs[positions], entropy[positions] = output.logprobs.cpu(), output.entropy.cpu()
@@ -108,11 +108,11 @@ class Learner:
         updates = plan.sequences(batch, self.ranks.sum)
         if objective.needs_old_entropy:
             old = self.evaluate(policy, batch)
-            return replace(batch, old_logprobs=old.logprobs, old_entropy=old.entropy), updates
+            return replace(batch, old_logprobs=_of_sampler(batch, old.logprobs), old_entropy=old.entropy), updates
         if plan.steps > 1:
             later = torch.cat(updates[1:]).unique()
             later = later[self.contributes(batch)[later]]
-            batch = replace(batch, old_logprobs=self.evaluate(policy, batch, later).logprobs)
+            batch = replace(batch, old_logprobs=_of_sampler(batch, self.evaluate(policy, batch, later).logprobs))
         return batch, updates
 
     def gradient(
@@ -139,6 +139,8 @@ class Learner:
         batch = replace(batch, weights=self.objective.weights(batch, self.counts(batch)))
         batch = self.shadows.with_weights(batch, self.ranks.sum)
         rates, loss, tokens = self._empty_rates(batch), torch.zeros((), dtype=torch.float64), 0
+        possible = batch.lengths[:0] if batch.kept_counts is None else batch.kept_counts
+        rates.add("system/kept_tokens", possible[possible > 0])
         # A batch that moves only shadows is none to train on.
         moving = float(self.ranks.sum(self.objective.contributes(batch).sum()))
         steps = list(self._micro_batches(batch, self.contributes(batch).nonzero()[:, 0])) if moving else []
@@ -146,13 +148,12 @@ class Learner:
             micro, pack = micro.to(self.device), pack.to(self.device)
             with torch.no_grad():
                 if reference is not None and micro.reference_logprobs is None:
-                    micro = replace(
-                        micro, reference_logprobs=reference(pack, micro.token_ids, micro.temperature).logprobs
-                    )
+                    micro = replace(micro, reference_logprobs=_output(reference, micro, pack).logprobs)
                 if old_policy is not None:
-                    micro = replace(micro, old_logprobs=old_policy(pack, micro.token_ids, micro.temperature).logprobs)
+                    old = _output(old_policy, micro, pack).logprobs
+                    micro = replace(micro, old_logprobs=_of_sampler(micro, old))
             with without_sync(index + 1 < len(steps)):
-                output = policy(pack, micro.token_ids, micro.temperature)
+                output = _output(policy, micro, pack)
                 if chosen is None:  # another rank has more micro-batches: keep step with its collectives
                     backward(output.logprobs.sum() * 0.0)
                     continue
@@ -187,6 +188,18 @@ class Learner:
         return rates
 
 
+def _of_sampler(batch: TokenBatch, old_logprobs: TokenFloat) -> TokenFloat:
+    """Return old log-probs with the sampler's own where older weights sampled."""
+    if batch.stale is None:
+        return old_logprobs
+    return torch.where(batch.stale[batch.sequence], batch.sampler_logprobs, old_logprobs)
+
+
+def _output(policy: Policy, micro: TokenBatch, pack: Pack) -> PolicyOutput:
+    """Return what a policy says of a micro-batch, among the tokens that its sampler left possible."""
+    return policy(pack, micro.token_ids, micro.temperature, micro.kept)
+
+
 def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
     """Return one prompt token and one completion token: the cheapest forward that touches every weight."""
     one, token = torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
@@ -210,8 +223,12 @@ def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
         old_entropy=None,
         selected=None,
         truncated=None,
+        stale=None,
+        own=None,
         prompt=None,
         shadow_advantages=None,
         shadow_weights=None,
+        kept_ids=None,
+        kept_counts=None,
     )
     return pack_rows(micro, plan_micro_batches(micro, 2, share_prefix=False)[0])

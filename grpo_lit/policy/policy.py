@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from grpo_lit.batch import KeptTensors
 from grpo_lit.policy.head import Head, logprobs_and_entropy
 from grpo_lit.policy.packing import Pack
 from grpo_lit.shapes import TokenFloat, TokenInt
@@ -19,7 +20,7 @@ class PolicyOutput:
     """What the policy says of the completion tokens of a micro-batch.
 
     Attributes:
-        logprobs: log p(token | before) at the sampling temperature [nats].
+        logprobs: log p(token | before) at the sampling temperature, among the kept tokens [nats].
         entropy: Entropy of the distribution each token was drawn from [nats].
     """
 
@@ -40,7 +41,9 @@ class Policy(nn.Module):
         self.model = model
         self.entropy_gradient = entropy_gradient
 
-    def forward(self, pack: Pack, targets: TokenInt, temperature: float) -> PolicyOutput:
+    def forward(
+        self, pack: Pack, targets: TokenInt, temperature: float, kept: KeptTensors | None = None
+    ) -> PolicyOutput:
         """Return log-prob and entropy of the target tokens, which follow ``pack.predictor``."""
         hidden = self.model.base_model(
             input_ids=pack.input_ids,
@@ -59,7 +62,7 @@ class Policy(nn.Module):
             softcap=getattr(config, "final_logit_softcapping", None),
             entropy_gradient=self.entropy_gradient and torch.is_grad_enabled(),
         )
-        logprobs, entropy = logprobs_and_entropy(hidden, targets, head)
+        logprobs, entropy = logprobs_and_entropy(hidden, targets, head, kept)
         return PolicyOutput(logprobs, entropy)
 
 

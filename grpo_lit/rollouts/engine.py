@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from grpo_lit.errors import ConfigError
 from grpo_lit.rollout import Completion, Request, Sampling
 
 
@@ -33,6 +34,8 @@ class Engine(ABC):
 
     #: ``global_step`` of the weights held; ``None`` until the learner has sent some.
     weight_version: int | None = None
+    #: Whether the tokens that ``top_p`` or ``min_p`` leave possible can be recorded only beside a ``top_k``.
+    kept_needs_top_k = False
 
     @abstractmethod
     def start(self, model: EngineModel) -> None:
@@ -53,8 +56,23 @@ class Engine(ABC):
 
         A completion ends with the first stop token, which it includes, or at ``sampling.max_tokens``. Log-probs are
         ``log_softmax(logits / temperature)`` of the emitted token in float32, and 0 for greedy (temperature 0).
-        A request's completion depends on its own prompt and seed only.
+        A request's completion depends on its own prompt and seed only. With ``min_p``, ``top_k`` or ``top_p``, applied
+        in this order after the temperature, ``kept`` holds what was possible, and log-probs are normalised over it.
         """
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse a way of sampling whose kept tokens this engine cannot record exactly.
+
+        Raises:
+            ConfigError: The learner would renormalise over something else than what was possible.
+        """
+        if self.kept_needs_top_k and sampling.truncates and sampling.top_k == 0:
+            name = "top_p" if sampling.top_p < 1 else "min_p"
+            raise ConfigError(
+                f"`data.sampling.top_k` expected to be >= 1 beside `data.sampling.{name}` with {type(self).__name__}, "
+                f"but got 0: what was possible is read from a list of the likeliest tokens, and {name} alone does not "
+                "bound its length. Set a generous top_k (256, say), or sample with TransformersEngine"
+            )
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -1,16 +1,24 @@
 """TransformersEngine: sampling with transformers alone, for machines without vLLM."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from grpo_lit.errors import EngineError
 from grpo_lit.policy.checkpoint import load_model, load_tokenizer
-from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
+from grpo_lit.rollout import Completion, FinishReason, KeptTokens, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -77,6 +85,8 @@ class TransformersEngine(Engine):
         model, rows = self._loaded, list(range(len(requests)))
         tokens: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
+        kept: list[list[list[int]]] = [[] for _ in requests]
+        limits = _limits(sampling)
         uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests])
         step_ids, mask = _left_padded([request.prompt_ids for request in requests], model.device)
         positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
@@ -84,25 +94,29 @@ class TransformersEngine(Engine):
             logits = model(
                 input_ids=step_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
             ).logits[:, -1]
-            drawn, drawn_logprobs = _draw_tokens(logits.float(), sampling.temperature, uniforms[rows, step])
-            for row, token, logprob in zip(rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
+            drawn = _draw_tokens(logits.float(), sampling.temperature, limits, uniforms[rows, step])
+            for row, token, logprob in zip(rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
                 tokens[row].append(token)
                 logprobs[row].append(logprob)
+            if drawn.possible is not None:
+                for row, ids in zip(rows, _listed(drawn.possible), strict=True):
+                    kept[row].append(ids)
             going = [i for i, row in enumerate(rows) if tokens[row][-1] not in self._stops]
             if not going:
                 break
-            step_ids, positions = drawn[:, None], positions[:, -1:] + 1
+            step_ids, positions = drawn.tokens[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
             if len(going) < len(rows):
                 keep = torch.tensor(going, device=model.device)
                 cache.batch_select_indices(keep)
                 step_ids, positions, mask, rows = step_ids[keep], positions[keep], mask[keep], [rows[i] for i in going]
-        return [self._completion(t, p) for t, p in zip(tokens, logprobs, strict=True)]
+        masks = [KeptTokens.of(steps) if sampling.truncates else None for steps in kept]
+        return [self._completion(*row) for row in zip(tokens, logprobs, masks, strict=True)]
 
-    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+    def _completion(self, tokens: list[int], logprobs: list[float], kept: KeptTokens | None) -> Completion:
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
         reason: FinishReason = "stop" if tokens and tokens[-1] in self._stops else "length"
-        return Completion(tuple(tokens), tuple(logprobs), text, reason, self.weight_version or 0)
+        return Completion(tuple(tokens), tuple(logprobs), text, reason, self.weight_version or 0, kept)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -140,16 +154,52 @@ def _uniforms(seed: int, count: int) -> Float[Tensor, "t"]:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def _limits(sampling: Sampling) -> LogitsProcessorList:
+    """Return what sets the logits of impossible tokens to -inf, in the order in which vLLM does."""
+    if not sampling.truncates:
+        return LogitsProcessorList()
+    limits = LogitsProcessorList()
+    limits += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p > 0 else []
+    limits += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k > 0 else []
+    limits += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    return limits
+
+
+class Drawn(NamedTuple):
+    """One step of a batch.
+
+    Attributes:
+        tokens: What was drawn in each row.
+        logprobs: Its log-prob, among the possible tokens.
+        possible: Which tokens could have been drawn; ``None``: all.
+    """
+
+    tokens: Int[Tensor, "R"]
+    logprobs: Float[Tensor, "R"]
+    possible: Bool[Tensor, "R V"] | None
+
+
 def _draw_tokens(
-    logits: Float[Tensor, "R V"], temperature: float, uniforms: Float[Tensor, "R"]
-) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+    logits: Float[Tensor, "R V"], temperature: float, limits: LogitsProcessorList, uniforms: Float[Tensor, "R"]
+) -> Drawn:
     """Return a token per row and its log-prob: by inverse cumulative distribution, or the best at temperature 0."""
     if temperature == 0:
         best = logits.argmax(-1)
-        return best, torch.zeros(len(best), device=logits.device)
-    logprobs = torch.log_softmax(logits / temperature, -1)
+        return Drawn(best, torch.zeros(len(best), device=logits.device), None)
+    logits = logits / temperature
+    for limit in limits:
+        logits = limit(None, logits)
+    logprobs = torch.log_softmax(logits, -1)
     cumulative = logprobs.double().exp().cumsum(-1)
-    # Rounding may leave the total a hair off 1: scale to it, so that no number points past the last token.
-    points = uniforms.to(logits.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    total = cumulative[:, -1:]
+    # Rounding may leave the total a hair off 1: scale to it, and stay below it, so that no number points past the last
+    # possible token.
+    points = torch.minimum(uniforms.to(logits.device)[:, None] * total, total.nextafter(total.new_zeros(())))
+    tokens = torch.searchsorted(cumulative, points, right=True)
+    return Drawn(tokens[:, 0], logprobs.gather(1, tokens)[:, 0], logprobs > -torch.inf if limits else None)
+
+
+def _listed(possible: Bool[Tensor, "R V"]) -> list[list[int]]:
+    """Return the ids of the possible tokens of each row, in ascending order."""
+    ids = possible.nonzero()[:, 1].cpu()
+    return [row.tolist() for row in ids.split(possible.sum(1).tolist())]

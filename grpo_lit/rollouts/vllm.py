@@ -20,6 +20,7 @@ from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
+from grpo_lit.rollouts.vllm_kept import kept_tokens, logprobs_to_ask
 from grpo_lit.rollouts.vllm_process import (
     call_while_alive,
     end_processes,
@@ -43,7 +44,8 @@ class VLLMEngine(Engine):
     """Samples with ``vllm.LLM`` on this machine, on CPU and CUDA alike.
 
     vLLM lives in processes of its own; new weights reach them through shared memory and vLLM's weight transfer
-    interface. Under DDP every rank has an engine, on CUDA on the rank's own device.
+    interface. Under DDP every rank has an engine, on CUDA on the rank's own device. ``top_p`` and ``min_p`` need a
+    ``top_k`` beside them: kept tokens are read from the log-probs of the likeliest ones.
 
     Args:
         dtype: Of the engine's weights; ``auto``: bfloat16 on CUDA, float32 on CPU, where it agrees with the learner to
@@ -58,6 +60,8 @@ class VLLMEngine(Engine):
             the learner and the engine must share.
         extra: Further arguments of ``vllm.LLM``, which win over all others.
     """
+
+    kept_needs_top_k = True
 
     def __init__(
         self,
@@ -142,7 +146,8 @@ class VLLMEngine(Engine):
             "max_num_seqs": self.max_num_seqs,
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "logprobs_mode": "processed_logprobs",  # after the temperature: what the tokens were drawn from
+            "logprobs_mode": "processed_logprobs",  # after temperature and top-k: what the tokens were drawn from
+            "max_logprobs": -1,  # as many as a top-k needs; no more are listed than a request asks for
             "generation_config": "vllm",  # no top-p or repetition penalty from the model's generation_config.json
             "weight_transfer_config": {"backend": "grpo_lit_stage"},
             "worker_extension_cls": f"{_WORKER}.WorkerExtension",
@@ -188,19 +193,24 @@ class VLLMEngine(Engine):
         """Draw one completion per request, in order; see :class:`Engine`."""
         if not requests:
             return []
+        self.check_sampling(sampling)
+        vocabulary = self._started.model_config.get_vocab_size()
         self._check_lengths([len(request.prompt_ids) for request in requests])
-        parameters = [self._parameters(request.seed, sampling) for request in requests]
+        parameters = [self._parameters(request.seed, sampling, vocabulary) for request in requests]
         outputs = self._run([request.prompt_ids for request in requests], parameters)
-        return [self._completion(output, greedy=sampling.temperature == 0) for output in outputs]
+        return [self._completion(output, sampling, vocabulary) for output in outputs]
 
-    def _parameters(self, seed: int, sampling: Sampling) -> "SamplingParams":
+    def _parameters(self, seed: int, sampling: Sampling, vocabulary: int) -> "SamplingParams":
         from vllm import SamplingParams
 
         return SamplingParams(
             temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=seed,
-            logprobs=0,  # of the emitted token alone
+            logprobs=logprobs_to_ask(sampling, vocabulary),  # 0: of the emitted token alone
             flat_logprobs=True,
             # Only the model's own list counts, not the tokenizer's end-of-text token on top of it.
             stop_token_ids=list(self._stops),
@@ -209,13 +219,14 @@ class VLLMEngine(Engine):
             detokenize=False,
         )
 
-    def _completion(self, output: "RequestOutput", greedy: bool) -> Completion:
+    def _completion(self, output: "RequestOutput", sampling: Sampling, vocabulary: int) -> Completion:
         (drawn,) = output.outputs
         tokens, found = tuple(drawn.token_ids), cast("FlatLogprobs", drawn.logprobs)
-        logprobs = (0.0,) * len(tokens) if greedy else tuple(found.logprobs[i] for i in found.start_indices)
+        logprobs = tuple(found.logprobs[i] if sampling.temperature > 0 else 0.0 for i in found.start_indices)
+        kept = kept_tokens(found, vocabulary) if sampling.truncates else None
         text = self._started.get_tokenizer().decode(tokens, skip_special_tokens=True)
         reason: FinishReason = "stop" if tokens and tokens[-1] in self._stops else "length"
-        return Completion(tokens, logprobs, text, reason, self.weight_version or 0)
+        return Completion(tokens, logprobs, text, reason, self.weight_version or 0, kept)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats]."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from limits import possible
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -232,6 +233,46 @@ def test_only_the_given_stop_tokens_stop(synced, policy):
     assert any(EOS in completion.token_ids[:-1] for completion in drawn)
     for completion in drawn:
         assert completion.logprobs == pytest.approx([-math.log(260)] * len(completion.token_ids), abs=1e-5)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "limits", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8}, {"top_k": 200, "min_p": 0.1}, {"top_k": 1}, {"top_k": 10**6}]
+)
+def test_with_kept_tokens_the_ratio_is_1_and_is_not_without(synced, policy, limits):
+    sampling = Sampling(0.9, 12, **limits)
+    requests = [Request(prompt, seed) for prompt in PROMPTS for seed in range(4)]
+    masses = []
+    for request, completion in zip(requests, synced.generate(requests, sampling), strict=True):
+        ids = torch.tensor([request.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            logits = policy(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+        steps = zip(logits, completion.kept.steps(), completion.token_ids, completion.logprobs, strict=True)
+        for row, kept, token, logprob in steps:
+            assert kept == possible(row, sampling)
+            row = row / 0.9
+            over_kept = float(row[token] - row[list(kept)].logsumexp(0))
+            assert logprob == pytest.approx(over_kept, abs=1e-3)
+            masses.append(math.exp(float(row.log_softmax(0)[token]) - logprob))
+    without = sum(masses) / len(masses)
+    assert without == pytest.approx(1.0, abs=1e-3) if limits["top_k"] > 260 else without < 0.95
+
+
+@needs_vllm
+def test_requests_without_limits_record_nothing(synced):
+    requests = [Request(PROMPTS[0], seed) for seed in range(3)]
+    for sampling in (Sampling(1.0, 4), Sampling(0.0, 4), Sampling(0.0, 4, top_k=5, top_p=0.5)):
+        assert [completion.kept for completion in synced.generate(requests, sampling)] == [None] * 3
+
+
+@needs_vllm
+def test_more_equal_logits_than_are_listed_are_refused(synced, policy):
+    # With the last norm at 0 all 260 logits are 0, so all equal the k-th and all are possible.
+    synced.load_weights((policy.state_dict() | {"model.norm.weight": torch.zeros(64)}).items(), version=11)
+    with pytest.raises(EngineError, match=r"`data\.sampling\.top_k` expected at most 37 tokens to be possible"):
+        synced.generate([Request(PROMPTS[0], 0)], Sampling(1.0, 4, top_k=5))
+    (whole,) = synced.generate([Request(PROMPTS[0], 0)], Sampling(1.0, 4, top_k=200))
+    assert set(whole.kept.counts) == {260}
 
 
 @needs_vllm
