@@ -24,6 +24,8 @@ from grpo_lit.sandbox.limits import Limits
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 #: The library may not be installed where it is run from; ``-I`` looks nowhere else.
 _ROOT = str(Path(__file__).parents[2])
+#: Longest that an interpreter may take to start on a busy machine [s].
+_START_SECONDS = 120.0
 _START = "import sys; sys.path.insert(0, {root!r}); from grpo_lit.sandbox.{module} import main; main({fd})"
 
 
@@ -61,7 +63,7 @@ def run_script(program: str, inputs: Sequence[str], limits: Limits, deadline: fl
         SandboxError: Where a run could not be confined.
     """
     with contextlib.ExitStack() as stack:
-        channel = stack.enter_context(_started("stage", deadline))
+        channel = stack.enter_context(_started("stage"))
         frames.send(channel, {"program": program, "limits": asdict(limits), "inputs": list(inputs)})
         for _ in inputs:
             report = _next(channel, deadline)
@@ -93,8 +95,8 @@ def run_tests(
     with contextlib.ExitStack() as stack:
         pairs = [tuple(stack.enter_context(end) for end in socket.socketpair()) for _ in tests]
         ends = [[end.fileno() for end in side] for side in zip(*pairs, strict=True)] or [[], []]
-        stage = stack.enter_context(_started("stage", deadline, ends[0]))
-        judge = stack.enter_context(_started("judge", deadline, ends[1]))
+        stage = stack.enter_context(_started("stage", ends[0]))
+        judge = stack.enter_context(_started("judge", ends[1]))
         for pair in pairs:  # whoever waits for the end of a process must hold no end of its channel open
             for end in pair:
                 end.close()
@@ -115,7 +117,7 @@ def run_tests(
 
 def _run(report: dict[str, Any]) -> Run:
     if not report["confined"]:
-        raise SandboxError("a process could not be confined, and ran nothing")
+        raise SandboxError("a process could not be confined and ran nothing: is `memory_mib` enough for Python?")
     return Run(report["end"], report["code"], report["stdout"], tuple(report["cut"]))
 
 
@@ -129,11 +131,10 @@ def _next(channel: socket.socket, deadline: float) -> Any:
 
 
 @contextlib.contextmanager
-def _started(module: str, deadline: float, fds: Sequence[int] = ()) -> Iterator[socket.socket]:
+def _started(module: str, fds: Sequence[int] = ()) -> Iterator[socket.socket]:
     """Start one of the children in a session and an empty folder of its own, and end it with all that it started."""
     folder = tempfile.mkdtemp(prefix="grpo_lit_")
     ours, theirs = socket.socketpair()
-    ours.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
         with theirs:
             process = subprocess.Popen(
@@ -147,6 +148,9 @@ def _started(module: str, deadline: float, fds: Sequence[int] = ()) -> Iterator[
                 start_new_session=True,
             )
         try:
+            # Whoever does not get so far was ended by no program: scoring 0 would hide a broken installation.
+            if _next(ours, time.monotonic() + _START_SECONDS) != "ready":
+                raise SandboxError(f"`{sys.executable} -I` did not start grpo_lit.sandbox.{module}")
             yield ours
         finally:
             _end(process)

@@ -26,6 +26,7 @@ def main(channel_fd: int) -> None:
     """
     protect()
     channel = socket.socket(fileno=channel_fd)
+    frames.send(channel, "ready")
     job = frames.receive(channel)
     confine(Limits(**job["limits"]))
     for i, (test, fd) in enumerate(zip(job["tests"], job["channels"], strict=True)):

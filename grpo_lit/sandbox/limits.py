@@ -1,5 +1,6 @@
 """What a program may use, and what it is cut off from."""
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -29,8 +30,8 @@ class Limits:
         memory_mib: Address space [MiB].
         file_mib: Size of one file that it writes [MiB].
         output_kib: What it may print [KiB]; one that prints more is ended.
-        processes: Processes and threads, where the system counts them for a program apart; elsewhere it may start
-            threads only.
+        processes: Processes and threads. The system does not count those of root, and it need not where a program can
+            be kept from starting processes at all.
         open_files: Files open at the same time.
     """
 
@@ -67,15 +68,23 @@ def confine(limits: Limits) -> list[str]:
         (resource.RLIMIT_CORE, 0),
     ):
         _lower(kind, most)
-    if cut:
-        # Only a user namespace has a count of its own: elsewhere all of the user's processes would count.
-        _lower(resource.RLIMIT_NPROC, limits.processes)
+    # A user namespace has a count of its own; elsewhere all that the user runs counts.
+    _lower(resource.RLIMIT_NPROC, limits.processes + (0 if cut else _running()))
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if _keep_files(os.getcwd()):
         cut.append("files")
     if refuse_system_calls(_libc):
         cut += ["processes"] if "network" in cut else ["network", "processes"]
     return cut
+
+
+def _running() -> int:
+    """Return how many processes and threads this user runs."""
+    count = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            count += len(os.listdir(f"/proc/{pid}/task")) if os.stat(f"/proc/{pid}").st_uid == os.getuid() else 0
+    return count
 
 
 def _lower(kind: int, most: int) -> None:

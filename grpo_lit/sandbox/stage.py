@@ -25,6 +25,7 @@ def main(channel_fd: int) -> None:
     """
     protect()
     channel = socket.socket(fileno=channel_fd)
+    frames.send(channel, "ready")
     job = frames.receive(channel)
     limits = Limits(**job["limits"])
     for i, text in enumerate(job.get("inputs", [])):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lit.errors import ConfigError
+from grpo_lit.errors import ConfigError, RewardError
 from grpo_lit.rewards.code import CodeTests, last_fenced, unit_tests
 from grpo_lit.rollout import Completion, Prompt
 from grpo_lit.sandbox.limits import Limits
@@ -75,7 +75,7 @@ def test_equal_programs_run_once(monkeypatch):
     monkeypatch.setattr(reward, "_score", lambda program, tests: ran.append(program) or 1.0)
     prompt = Prompt(id="code/0", question="", metadata={"tests": DOUBLE})
     assert reward(prompt, [Completion((), (), fenced(p), "stop", 0) for p in ("a", "b", "a")]) == [1.0] * 3
-    assert sorted(ran) == ["a", "b"]
+    assert sorted(ran) == ["a\n", "b\n"]
 
 
 # ---------------------------------------------------------------- test code
@@ -248,15 +248,15 @@ def test_a_program_that_cheats_the_test_code_earns_nothing(program):
 )
 def test_a_program_without_measure_earns_nothing_and_is_ended(program):
     started = time.monotonic()
-    limits = Limits(cpu_seconds=1.0, seconds=2.0, memory_mib=512, output_kib=64, file_mib=1)
+    limits = Limits(cpu_seconds=1.0, seconds=1.5, memory_mib=512, output_kib=64, file_mib=1)
     assert score(program, DOUBLE[:1], limits) == 0.0
     assert time.monotonic() - started < 60
 
 
 def test_all_runs_of_one_program_end_together():
     started = time.monotonic()
-    assert score("import time; time.sleep(60)", DOUBLE * 50, partial=True, total_seconds=3.0) == 0.0
-    assert score("def double(x):\n    while True: pass", ["double(1)"] * 50, partial=True, total_seconds=3.0) == 0.0
+    assert score("import time; time.sleep(60)", DOUBLE * 50, partial=True, total_seconds=1.0) == 0.0
+    assert score("def double(x):\n    while True: pass", ["double(1)"] * 50, partial=True, total_seconds=1.0) == 0.0
     assert time.monotonic() - started < 60
 
 
@@ -351,6 +351,15 @@ def test_no_process_is_started_and_none_is_signalled():
     assert score(program, [{"input": "", "output": "end"}]) == 1.0
 
 
+def test_an_interpreter_that_does_not_start_is_an_error_and_no_score(monkeypatch):
+    monkeypatch.setattr("grpo_lit.sandbox.host._START", "raise SystemExit(1)  # {root}{module}{fd}")
+    for tests in (DOUBLE, "assert True"):
+        with pytest.raises(
+            RewardError, match=r"CodeTests cannot run programs here: .* did not start grpo_lit\.sandbox"
+        ):
+            score("print(6)", tests)
+
+
 # ---------------------------------------------------------------- what is read of a completion and of a prompt
 
 
@@ -410,7 +419,7 @@ def test_unit_tests_another_form_are_refused(tests):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"limits": Limits(cpu_seconds=0)}, "cpu_seconds"),
+        ({"limits": Limits(cpu_seconds=0.0)}, "cpu_seconds"),
         ({"limits": Limits(memory_mib=-1)}, "memory_mib"),
         ({"limits": Limits(seconds=math.nan)}, "seconds"),
         ({"total_seconds": 0.0}, "total_seconds"),
