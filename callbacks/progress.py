@@ -2,6 +2,8 @@
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import CustomTimeColumn
+from rich.progress import BarColumn, ProgressColumn, TextColumn
 
 #: Metric, its name on the bar, and how it is written there.
 SHOWN = (
@@ -23,6 +25,18 @@ class ProgressBar(RichProgressBar):
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=leave)
+
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        """Return a narrow bar, so that the figures fit beside it in a terminal of 100 columns."""
+        return [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12, complete_style=self.theme.progress_bar),
+            CustomTimeColumn(style=self.theme.time),
+        ]
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        # Lightning's own counts to `max_epochs`, which is -1: a run has optimizer steps, not epochs.
+        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule

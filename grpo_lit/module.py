@@ -167,7 +167,11 @@ class GRPOModule(ModelsModule):
             self._begin(rollout)
         batch = rollout.batch.select(rollout.updates[minibatch.update])
         if minibatch.update == 0 and self.old_policy_source != "sampler":
-            batch = replace(batch, old_logprobs=None)  # nothing has moved yet: the policy is its own old policy
+            # Nothing has moved yet: of what was sampled for this rollout, the policy is its own old policy.
+            stale = batch.stale is not None and bool(batch.stale.any())
+            batch = replace(
+                batch, old_logprobs=batch.sampler_logprobs if stale else None, own=~batch.stale if stale else None
+            )
         output = self.learner.gradient(
             self.policy,
             batch,

@@ -28,9 +28,10 @@ data:
       answer: {reward: {class_path: toys.EvenShare}}
       format: {reward: {class_path: toys.EvenShare}, weight: 0.5}
     correct: answer
+    correct_at: 0.5
   sampling: {max_tokens: 5, completions: 3}
   prompts_per_rollout: 4
-  max_prompt_tokens: 100
+  max_prompt_tokens: 200
 """
 
 

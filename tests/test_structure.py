@@ -139,7 +139,7 @@ def found(pattern: str) -> list[str]:
     return [
         f"{name(file)}:{number} {line.strip()}"
         for file in files()
-        if file != Path(__file__) and file.name != "LICENSE"
+        if file != Path(__file__) and file.name != "LICENSE" and file.suffix != ".png"
         for number, line in enumerate(file.read_text(errors="ignore").splitlines(), 1)
         if re.search(pattern, line)
     ]

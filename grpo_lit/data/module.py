@@ -14,20 +14,24 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.data.curriculum import SolveRates
 from grpo_lit.data.evaluation import Evaluation, EvaluationBatch
+from grpo_lit.data.heldout import HeldOut
 from grpo_lit.data.loaders import EvaluationLoader, RolloutLoader
+from grpo_lit.data.options import RolloutOptions
 from grpo_lit.data.source import PromptSource
 from grpo_lit.data.stream import PromptStream
 from grpo_lit.data.template import PromptTemplate
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.memory import PeakMemory
-from grpo_lit.metrics.rollout import rollout_rates
 from grpo_lit.policy.checkpoint import context_length, load_tokenizer, resolve_checkpoint, stop_token_ids
 from grpo_lit.ranks import Ranks
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Prompt, Sampling
+from grpo_lit.rollouts.collector import Collector
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout, UpdatePlan
+from grpo_lit.rollouts.replay import ReplayBuffer
 from grpo_lit.rollouts.sampler import Sampler
 
 
@@ -50,6 +54,7 @@ class RolloutDataModule(LightningDataModule):
         seed: Of prompt order and sampling.
         probe_tolerance: Mean gap of log-probs between engine and learner on a fixed text, after each weight sync, from
             which a warning is given [nats]. bf16 engines differ from a float32 learner by .02 to .05.
+        rollout: Dynamic sampling, replay, curriculum: what a rollout is made of.
         checkpoint: The model; set by the command line from ``model.checkpoint``.
     """
 
@@ -68,6 +73,7 @@ class RolloutDataModule(LightningDataModule):
         max_prompt_tokens: int = 512,
         seed: int = 0,
         probe_tolerance: float = 0.2,
+        rollout: RolloutOptions = RolloutOptions(),  # noqa: B008
         checkpoint: str = "",
     ) -> None:
         super().__init__()
@@ -76,11 +82,13 @@ class RolloutDataModule(LightningDataModule):
         self.prompts_per_rollout, self.num_updates, self.num_epochs = prompts_per_rollout, num_updates, num_epochs
         self.max_prompt_tokens, self.seed, self.probe_tolerance = max_prompt_tokens, seed, probe_tolerance
         self.checkpoint = checkpoint
-        self.sampler = Sampler(engine, rewards, seed)
+        self.sampler = Sampler(engine, rewards, seed, rollout.engine_calls)
+        buffer = None if rollout.replay is None else ReplayBuffer(rollout.replay)
+        self.collector = Collector(self.sampler, list(rewards.rewards), rollout.dynamic_sampling, buffer)
+        self.solve_rates = SolveRates(rollout.curriculum, seed)
         self.stream: PromptStream | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._held_out: dict[str, list[Prompt]] = {}
-        self._held_out_questions: dict[str, str] = {}
+        self._held_out: HeldOut | None = None
         self._rollout: Rollout | None = None
         self._update = 0
         self._rollouts = 0
@@ -130,10 +138,10 @@ class RolloutDataModule(LightningDataModule):
                 f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
                 f"but got {self.max_prompt_tokens} + {self.sampling.max_tokens}"
             )
-        for name, source in self.val.items():
-            self._held_out[name] = self._rendered(name, source, tokenizer)
-            self._held_out_questions |= dict.fromkeys((p.question for p in self._held_out[name]), name)
-        self.stream = PromptStream(self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed)
+        self._held_out = HeldOut(self.val, self.template, tokenizer, self.max_prompt_tokens)
+        self.stream = PromptStream(
+            self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed, self.solve_rates.passes_over
+        )
         self._tokenizer = tokenizer
 
     def teardown(self, stage: str) -> None:
@@ -200,18 +208,27 @@ class RolloutDataModule(LightningDataModule):
 
     def _new_rollout(self) -> Rollout:
         memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
-        dropped, prompts = self.stream.dropped_long, self.stream.take(self.prompts_per_rollout)
-        self._refuse_held_out(prompts)
-        mine = slice(self.ranks.rank, None, self.ranks.world_size)
-        groups = self.sampler.scored_groups(prompts[mine], self.sampling)
-        batch = TokenBatch.from_groups(groups, self.sampling.temperature, list(self.rewards.rewards))
-        batch = replace(batch, prompt=torch.arange(len(prompts))[mine][batch.group])
-        plan = UpdatePlan(self.num_updates, self.num_epochs, self.seed + self._rollouts, prompts=len(prompts))
+        dropped, passed_over, version = self.stream.dropped_long, self.stream.passed_over, self.engine.weight_version
+        got = self.collector.collect(self.prompts_per_rollout, self._take, self.sampling, self.ranks, version)
+        self.solve_rates.record(got.solved)
+        batch = TokenBatch.from_groups(got.groups, self.sampling.temperature, list(self.rewards.rewards))
+        places = torch.tensor(got.places, dtype=torch.long)
+        batch = replace(batch, prompt=places[batch.group], stale=batch.weight_version < version)
+        plan = UpdatePlan(self.num_updates, self.num_epochs, self.seed + self._rollouts, prompts=got.size)
         self._rollouts += 1
-        rates = rollout_rates(groups, list(self.rewards.rewards))
-        rates.add("length/dropped", torch.tensor([0.0] * len(prompts) + [1.0] * (self.stream.dropped_long - dropped)))
+        for name, total, before in (
+            ("length/long_prompts", self.stream.dropped_long, dropped),
+            ("exploration/passed_over", self.stream.passed_over, passed_over),
+        ):
+            got.rates.add(name, torch.tensor([1.0] * (total - before) + [0.0] * max(len(got.solved), 1)))
         seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
-        return Rollout(groups, batch, plan, rates=rates, seconds=seconds, memory=memory.take())
+        return Rollout(got.groups, batch, plan, rates=got.rates, seconds=seconds, memory=memory.take())
+
+    def _take(self, count: int) -> list[tuple[Prompt, int]]:
+        """Return new prompts, at most one pass over the source."""
+        prompts = self.stream.take(min(count, len(self.train)))
+        self._held_out.refuse(prompt for prompt, _ in prompts)
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands, and the rollout in progress with what is left of it; plain types only.
@@ -228,6 +245,8 @@ class RolloutDataModule(LightningDataModule):
         return {
             "stream": self.stream.state_dict(),
             "rollouts": self._rollouts,
+            "collector": self.collector.state_dict(),
+            "solve_rates": self.solve_rates.state_dict(),
             "update": self._update if open_rollout else 0,
             "rollout": self._rollout.state_dict() if open_rollout else None,
         }
@@ -238,6 +257,9 @@ class RolloutDataModule(LightningDataModule):
             return
         self.stream.load_state_dict(state["stream"])
         self._rollouts, self._update = state["rollouts"], state["update"]
+        if "collector" in state:  # absent from checkpoints made before there was anything to carry over
+            self.collector.load_state_dict(state["collector"])
+            self.solve_rates.load_state_dict(state["solve_rates"])
         self._rollout = None
         if state["rollout"] is not None:
             self._rollout = Rollout.from_state_dict(state["rollout"])
@@ -254,28 +276,8 @@ class RolloutDataModule(LightningDataModule):
 
     test_dataloader = predict_dataloader = val_dataloader
 
-    def _rendered(self, name: str, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-        """Return the prompts of a held-out set that are short enough."""
-        prompts = [self.template.render(tokenizer, source[i]) for i in range(len(source))]
-        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_prompt_tokens]
-        if len(kept) < len(prompts):
-            rank_zero_warn(
-                f"data.val.{name}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than "
-                f"data.max_prompt_tokens ({self.max_prompt_tokens}) and left out"
-            )
-        return kept
-
-    def _refuse_held_out(self, prompts: Sequence[tuple[Prompt, int]]) -> None:
-        """Refuse to train on a question that accuracy is measured on."""
-        for prompt, _ in prompts:
-            if prompt.question in self._held_out_questions:
-                raise ConfigError(
-                    f"`data.train` expected no question of `data.val`, but got {prompt.id}, which is also in `data.val."
-                    f"{self._held_out_questions[prompt.question]}`: give both splits the same `heldout_fraction`"
-                )
-
     def _evaluation_loader(self, name: str) -> EvaluationLoader:
-        mine = self._held_out[name][self.ranks.rank :: self.ranks.world_size]
+        mine = self._held_out.prompts[name][self.ranks.rank :: self.ranks.world_size]
         return EvaluationLoader(mine, partial(self._answer, name), self.evaluation.prompts_per_batch)
 
     def _answer(self, name: str, prompts: Sequence[Prompt]) -> EvaluationBatch:

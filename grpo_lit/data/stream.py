@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +27,12 @@ class PromptStream:
         tokenizer: Of the policy.
         max_prompt_tokens: Longer prompts are left out.
         seed: Of the order.
+        passes_over: Told a prompt's id and the epoch, whether to go on to the next one; ``None``: never.
 
     Attributes:
         epoch: Which pass over the source the next prompt belongs to, unless the pass is over.
         dropped_long: Prompts left out so far as too long, in all epochs.
+        passed_over: Prompts that ``passes_over`` left out since the process began.
 
     Raises:
         ConfigError: For an empty source, or a tokenizer that the template cannot be used with.
@@ -42,14 +45,16 @@ class PromptStream:
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_tokens: int,
         seed: int = 0,
+        passes_over: Callable[[str, int], bool] | None = None,
     ) -> None:
         if not len(source):
             raise ConfigError("`data.train` expected at least one prompt, but got an empty source")
         template.check(tokenizer)
         self.source, self.template, self.tokenizer = source, template, tokenizer
         self.max_prompt_tokens, self.seed = max_prompt_tokens, seed
+        self._passes_over = passes_over or (lambda prompt, epoch: False)
         self.epoch = 0
-        self.dropped_long = 0
+        self.dropped_long = self.passed_over = 0
         self._position = 0
         self._dropped_in_epoch = 0
         self._order = self._permutation()
@@ -69,7 +74,11 @@ class PromptStream:
                 self._end_epoch()
             index = self._order[self._position]
             self._position += 1
-            prompt = self.template.render(self.tokenizer, self.source[index])
+            prompt = self.source[index]
+            if self._passes_over(prompt.id, self.epoch):
+                self.passed_over += 1
+                continue
+            prompt = self.template.render(self.tokenizer, prompt)
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt, self.epoch
             self.dropped_long += 1

@@ -32,7 +32,7 @@ def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str]) -> Rates
     judged = [g for g in groups if any(flag is not None for flag in g.correct)]
     rates.add("exploration/solve_all", _floats(all(g.correct) for g in judged))
     rates.add("exploration/solve_none", _floats(not any(g.correct) for g in judged))
-    rates.add("exploration/zero_signal", _floats(_zero_signal(g) for g in groups))
+    rates.add("exploration/zero_signal", _floats(not has_signal(g.rewards) for g in groups))
     rates.add(
         "exploration/group_diversity",
         _floats(len({c.text for c in g.completions}) / len(g.completions) for g in groups),
@@ -56,9 +56,16 @@ def rollout_values(rollouts: Sequence[Rollout], ranks: Ranks) -> dict[str, float
     return values | {f"system/time_{phase}": value for phase, value in seconds.items()}
 
 
-def _zero_signal(group: Group) -> bool:
-    rewards = [reward for reward in group.rewards if reward is not None]
-    return not rewards or max(rewards) == min(rewards)
+def has_signal(values: Sequence[float | bool | None]) -> bool:
+    """Return whether the known ones among a group's rewards or flags differ: equal ones have advantage 0."""
+    known = [value for value in values if value is not None]
+    return bool(known) and max(known) > min(known)
+
+
+def solve_rate(group: Group) -> float:
+    """Return the share of right samples among those that could be judged; 0 where none could."""
+    judged = [flag for flag in group.correct if flag is not None]
+    return sum(judged) / len(judged) if judged else 0.0
 
 
 def _floats(values: Iterable[float | None]) -> torch.Tensor:

@@ -47,13 +47,13 @@ class Terms:
 
     @classmethod
     def of(cls, batch: TokenBatch, logprobs: TokenFloat, entropy: TokenFloat) -> "Terms":
-        """Join a batch with the policy's output on it; without old log-probs the policy is its own old policy."""
+        """Join a batch with the output of the policy, which is its own old policy where nothing older is known."""
         if batch.advantages is None:
             raise ValueError("`batch.advantages` expected a value per sequence, but got None: compute them first")
         sequence, logprobs = batch.sequence, _widened(logprobs)
         return cls(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if batch.old_logprobs is None else _widened(batch.old_logprobs),
+            old_logprobs=_old_logprobs(batch, logprobs.detach()),
             sampler_logprobs=_widened(batch.sampler_logprobs),
             reference_logprobs=None if batch.reference_logprobs is None else _widened(batch.reference_logprobs),
             entropy=_widened(entropy),
@@ -102,6 +102,13 @@ def tangent_exp(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
 def bounded(log_ratio: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """Clamp a log-ratio that carries no gradient (a correction, a metric) so that its exponential squares finitely."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _old_logprobs(batch: TokenBatch, own: TokenFloat) -> TokenFloat:
+    if batch.old_logprobs is None:
+        return own
+    old = _widened(batch.old_logprobs)
+    return old if batch.own is None else torch.where(batch.own[batch.sequence], own, old)
 
 
 def _widened(values: TokenFloat) -> TokenFloat:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Group, Prompt, Sampling, group_requests
@@ -15,31 +16,48 @@ class Sampler:
         engine: Who draws.
         rewards: Who scores.
         seed: The run's seed.
+        parts: Calls of the engine that the prompts are cut into. With several, the rewards of one are computed, in a
+            thread, while the next is drawn.
     """
 
-    def __init__(self, engine: Engine, rewards: RewardCombination, seed: int) -> None:
-        self.engine, self.rewards, self.seed = engine, rewards, seed
-        #: Wall time of each phase since the last :meth:`take_seconds`.
-        self._seconds = {"rollout": 0.0, "reward": 0.0}
+    def __init__(self, engine: Engine, rewards: RewardCombination, seed: int, parts: int = 1) -> None:
+        self.engine, self.rewards, self.seed, self.parts = engine, rewards, seed, parts
+        #: Seconds of each phase since the last :meth:`take_seconds`.
+        self._seconds = {"rollout": 0.0, "reward": 0.0, "reward_wait": 0.0}
 
     def scored_groups(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
         """Return one scored group per (prompt, epoch), in order."""
-        started = time.perf_counter()
-        requests = group_requests(prompts, sampling, self.seed)
-        completions = self.engine.generate(requests, sampling) if requests else []
-        drawn = time.perf_counter()
-        size = sampling.completions
-        groups = [
+        size = max(-(-len(prompts) // self.parts), 1)
+        pending: list[Future[list[Group]]] = []
+        with ThreadPoolExecutor(1, "grpo-lit-rewards") as scorer:
+            for start in range(0, len(prompts), size):
+                drawn = self._drawn(prompts[start : start + size], sampling)
+                pending.append(scorer.submit(self._scored, drawn))
+            waiting = time.perf_counter()
+            groups = [group for part in pending for group in part.result()]
+        self._seconds["reward_wait"] += time.perf_counter() - waiting
+        return groups
+
+    def _drawn(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
+        started, size = time.perf_counter(), sampling.completions
+        completions = self.engine.generate(group_requests(prompts, sampling, self.seed), sampling)
+        self._seconds["rollout"] += time.perf_counter() - started
+        return [
             Group(prompt, epoch, tuple(completions[i * size : (i + 1) * size]))
             for i, (prompt, epoch) in enumerate(prompts)
         ]
+
+    def _scored(self, groups: list[Group]) -> list[Group]:
+        started = time.perf_counter()
         for group in groups:
             self.rewards.score(group)
-        self._seconds["rollout"] += drawn - started
-        self._seconds["reward"] += time.perf_counter() - drawn
+        self._seconds["reward"] += time.perf_counter() - started
         return groups
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the wall time of each phase since the last call [s]."""
+        """Return the seconds of each phase since the last call.
+
+        ``reward`` is the rewards' own time; ``reward_wait`` the part of it in which nothing was drawn.
+        """
         seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return seconds

@@ -115,9 +115,9 @@ def test_a_recipe_tells_its_source_and_its_command(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_recipe_touches_the_objective_and_the_number_of_updates_only(name):
+def test_a_recipe_touches_the_objective_and_how_rollouts_are_made_and_cut_only(name):
     content: dict[str, Any] = yaml.safe_load(FILES[name].read_text())
     assert set(content) <= {"model", "data"}
     assert set(content["model"]) == {"objective"}
-    assert set(content.get("data", {})) <= {"num_updates"}
+    assert set(content.get("data", {})) <= {"num_updates", "rollout"}
     assert {"advantage", "surrogate", "divergence", "reduction", "corrections"} <= set(content["model"]["objective"])

@@ -85,7 +85,7 @@ def test_the_entropy_bonus_survives_a_resume(
     assert coefficients(tmp_path / "rest") == pytest.approx([0.02, 0.03])
 
 
-@pytest.mark.parametrize("make", [lambda: EntropyTarget(target=0), lambda: EntropyTarget(rate=float("nan"))])
+@pytest.mark.parametrize("make", [lambda: EntropyTarget(target=0.0), lambda: EntropyTarget(rate=float("nan"))])
 def test_a_target_that_cannot_be_held_is_refused(make: Callable) -> None:
     with pytest.raises(ConfigError, match="EntropyTarget"):
         make()

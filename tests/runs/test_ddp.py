@@ -32,7 +32,7 @@ data:
   engine: {class_path: TransformersEngine, init_args: {device: cpu}}
   train: {class_path: toys.Letters}
   val: null
-  rewards: {rewards: {some: {reward: {class_path: REWARD}}}, correct: some}
+  rewards: {rewards: {some: {reward: {class_path: REWARD}}}, correct: some, correct_at: 0.5}
   sampling: {max_tokens: 6, completions: 3}
   prompts_per_rollout: 5
   max_prompt_tokens: 100

@@ -1,0 +1,245 @@
+"""The collector: asks prompts until a rollout is full of groups worth learning from."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal, cast
+
+import torch
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.metrics.rates import Rates
+from grpo_lit.metrics.rollout import has_signal, rollout_rates, solve_rate
+from grpo_lit.ranks import Ranks
+from grpo_lit.rollout import Group, Prompt, Sampling
+from grpo_lit.rollouts.replay import Entry, ReplayBuffer
+from grpo_lit.rollouts.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Settings of dynamic sampling: a rollout holds groups with signal only (DAPO, https://arxiv.org/abs/2503.14476).
+
+    A group has signal where its samples differ in correctness. Rounds of prompts are asked until enough groups have
+    it; surplus ones wait for the next rollout. ``oversample: 1`` asks exactly as many new prompts as groups are
+    missing: active sampling (OLMo 3, https://arxiv.org/abs/2512.13961).
+
+    Args:
+        oversample: Prompts of a round over the groups that are still missing.
+        max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
+        max_age: Optimizer steps that a surplus group may wait; 0 drops it at once.
+        signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
+
+    Raises:
+        ConfigError: For a number out of range.
+    """
+
+    oversample: float = 1.5
+    max_rounds: int = 4
+    max_age: int = 1
+    signal: Literal["correct", "reward"] = "correct"
+
+    def __post_init__(self) -> None:
+        """Refuse a setting under which a rollout could never be filled."""
+        for name, bound in {"oversample": 1, "max_rounds": 1, "max_age": 0}.items():
+            value = getattr(self, name)
+            if not (value >= bound and math.isfinite(value)):
+                raise ConfigError(f"`data.rollout.dynamic_sampling.{name}` expected to be >= {bound}, but got {value}")
+
+
+@dataclass
+class Collected:
+    """The groups of a rollout.
+
+    Attributes:
+        groups: Those of this rank.
+        places: Where each stands in the rollout over all ranks.
+        size: Groups of the rollout over all ranks.
+        rates: What to log, this rank's share.
+        solved: Share of right samples by prompt id, of all prompts asked on all ranks.
+    """
+
+    groups: list[Group]
+    places: list[int]
+    size: int
+    rates: Rates
+    solved: dict[str, float]
+
+
+@dataclass
+class _Pool:
+    """Groups by serial number on their way into a rollout: what every rank knows, and what this one holds."""
+
+    serials: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mine: dict[int, Group] = field(default_factory=dict)
+
+    def keep(self, chosen: Sequence[bool]) -> "_Pool":
+        pairs = [p for p, yes in zip(zip(self.serials, self.versions, strict=True), chosen, strict=True) if yes]
+        serials = [serial for serial, _ in pairs]
+        return _Pool(serials, [v for _, v in pairs], {s: self.mine[s] for s in serials if s in self.mine})
+
+
+class Collector:
+    """Fills rollouts with scored groups; every rank makes the same decisions.
+
+    All groups of a run are numbered over all ranks, in the order their prompts were taken. What decides (signal,
+    priority, solve rate) is summed over ranks by that number, so the outcome is the same on any number of ranks.
+
+    Args:
+        sampler: Draws and scores.
+        reward_names: Names of the rewards, for the rates.
+        dynamic: Keep groups with signal only; ``None``: keep all.
+        replay: Stands in for missing signal; ``None``: nothing does.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        reward_names: Sequence[str],
+        dynamic: DynamicSampling | None = None,
+        replay: ReplayBuffer | None = None,
+    ) -> None:
+        self.sampler, self.reward_names, self.dynamic, self.replay = sampler, list(reward_names), dynamic, replay
+        self._next_serial = 0
+        self._waiting = _Pool()
+
+    def collect(
+        self,
+        wanted: int,
+        take: Callable[[int], list[tuple[Prompt, int]]],
+        sampling: Sampling,
+        ranks: Ranks,
+        version: int,
+    ) -> Collected:
+        """Return the groups of one rollout; all ranks must call.
+
+        Args:
+            wanted: Groups over all ranks.
+            take: Returns that many new prompts with their epochs, the same on every rank.
+            sampling: How completions are drawn.
+            ranks: All processes.
+            version: ``global_step`` of the engine's weights.
+        """
+        oldest = version - (self.dynamic.max_age if self.dynamic else 0)
+        pool = self._waiting.keep([v >= oldest for v in self._waiting.versions])
+        rates, solved = self._figures_of([]), dict[str, float]()
+        carried, rounds = len(pool.serials), 0
+        while rounds < (self.dynamic.max_rounds if self.dynamic else 1) and len(pool.serials) < wanted:
+            missing = wanted - len(pool.serials)
+            prompts = take(math.ceil(missing * self.dynamic.oversample) if self.dynamic else missing)
+            self._ask(prompts, sampling, ranks, version, pool, rates, solved)
+            rounds += 1
+        first = [i < wanted for i in range(len(pool.serials))]
+        self._waiting = pool.keep([not yes for yes in first])
+        pool = pool.keep(first)
+        replayed = self._replay(wanted, pool, ranks, version) if self.replay is not None else 0
+        figures = {"rounds": rounds, "carried": carried, "replayed": replayed, "version": version}
+        self._log(rates, pool, {name: float(value) for name, value in figures.items()})
+        places = [place for place, serial in enumerate(pool.serials) if serial in pool.mine]
+        return Collected([pool.mine[pool.serials[p]] for p in places], places, len(pool.serials), rates, solved)
+
+    def _ask(
+        self,
+        prompts: list[tuple[Prompt, int]],
+        sampling: Sampling,
+        ranks: Ranks,
+        version: int,
+        pool: _Pool,
+        rates: Rates,
+        solved: dict[str, float],
+    ) -> None:
+        """Ask a round of prompts; add the groups worth keeping to ``pool``, figures of all to ``rates``."""
+        mine = range(ranks.rank, len(prompts), ranks.world_size)
+        groups = self.sampler.scored_groups([prompts[i] for i in mine], sampling)
+        worth, right = (torch.zeros(len(prompts), dtype=torch.float64) for _ in range(2))
+        for i, group in zip(mine, groups, strict=True):
+            worth[i] = self._is_worth_keeping(group)
+            right[i] = solve_rate(group)
+        rates.merge(self._figures_of([(group, bool(worth[i])) for i, group in zip(mine, groups, strict=True)]))
+        worth, right = ranks.sum(worth), ranks.sum(right)
+        for i, (prompt, _) in enumerate(prompts):
+            solved[prompt.id] = float(right[i])
+        kept = worth.nonzero()[:, 0].tolist()
+        pool.serials += [self._next_serial + i for i in kept]
+        pool.versions += [version] * len(kept)
+        pool.mine |= {self._next_serial + i: group for i, group in zip(mine, groups, strict=True) if worth[i]}
+        self._next_serial += len(prompts)
+
+    def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
+        """Return the rates of groups just drawn, each with whether it is kept; the names are always the same."""
+        rates = rollout_rates([group for group, _ in groups], self.reward_names)
+        if self.dynamic is not None:
+            rates.add("exploration/accepted", torch.tensor([float(kept) for _, kept in groups]))
+            for name, wanted in (("kept", True), ("dropped", False)):
+                side = [group for group, kept in groups if kept == wanted]
+                lengths = [float(len(c.token_ids)) for group in side for c in group.completions]
+                rates.add(f"length/{name}", torch.tensor(lengths))
+                rates.add(f"reward/correct_{name}", torch.tensor([solve_rate(group) for group in side]))
+        return rates
+
+    def _is_worth_keeping(self, group: Group) -> bool:
+        if self.dynamic is None:
+            return True
+        return has_signal(group.correct if self.dynamic.signal == "correct" else group.rewards)
+
+    def _replay(self, wanted: int, pool: _Pool, ranks: Ranks, version: int) -> int:
+        """Put stored groups in the place of missing ones and of those without signal; store the new ones.
+
+        Returns:
+            How many stored groups there are now in the rollout, over all ranks.
+        """
+        buffer = cast("ReplayBuffer", self.replay)
+        signal, priority = (torch.zeros(len(pool.serials), dtype=torch.float64) for _ in range(2))
+        for i, serial in enumerate(pool.serials):
+            if serial in pool.mine:
+                signal[i] = has_signal(pool.mine[serial].rewards)
+                priority[i] = buffer.settings.priority(pool.mine[serial])
+        signal, priority = ranks.sum(signal), ranks.sum(priority)
+        idle = (signal == 0).nonzero()[:, 0].tolist()
+        new = [Entry(pool.serials[i], pool.versions[i], float(priority[i])) for i in signal.nonzero()[:, 0].tolist()]
+        mine = {e.serial: pool.mine[e.serial] for e in new if e.serial in pool.mine}
+        entries, groups = buffer.take(wanted - len(pool.serials) + len(idle), version)
+        buffer.add(new, mine)
+        pool.mine |= groups
+        for entry, place in zip_longest(entries, idle[: len(entries)]):
+            if place is None:
+                pool.serials.append(entry.serial)
+                pool.versions.append(entry.version)
+            else:
+                pool.serials[place], pool.versions[place] = entry.serial, entry.version
+        return len(entries)
+
+    def _log(self, rates: Rates, pool: _Pool, figures: dict[str, float]) -> None:
+        """Add what is the same on every rank."""
+        if self.dynamic is not None:
+            rates.add("exploration/rounds", torch.tensor([figures["rounds"]]))
+            rates.add("exploration/carried", torch.tensor([figures["carried"]]))
+            rates.add("exploration/waiting", torch.tensor([float(len(self._waiting.serials))]))
+        if self.replay is not None:
+            rates.add("system/replay_size", torch.tensor([float(len(self.replay))]))
+            rates.add("system/replay_age", torch.tensor([self.replay.mean_age(int(figures["version"]))]))
+            rates.add("system/replay_share", torch.tensor([figures["replayed"]]), count=max(len(pool.serials), 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next rollout depends on; plain types only."""
+        waiting = self._waiting
+        return {
+            "next_serial": self._next_serial,
+            "waiting": {
+                "serials": list(waiting.serials),
+                "versions": list(waiting.versions),
+                "groups": {serial: group.state_dict() for serial, group in waiting.mine.items()},
+            },
+            "replay": None if self.replay is None else self.replay.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self._next_serial = state["next_serial"]
+        waiting = state["waiting"]
+        groups = {serial: Group.from_state_dict(group) for serial, group in waiting["groups"].items()}
+        self._waiting = _Pool(list(waiting["serials"]), list(waiting["versions"]), groups)
+        if self.replay is not None and state["replay"] is not None:
+            self.replay.load_state_dict(state["replay"])

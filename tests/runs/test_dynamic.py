@@ -1,0 +1,170 @@
+"""Dynamic sampling, replay and the curriculum through the real training path."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from toys import Constant, EvenShare, Letters, SomePrompts
+
+from grpo_lit.data.curriculum import Curriculum
+from grpo_lit.data.options import RolloutOptions
+from grpo_lit.errors import TrainingError
+from grpo_lit.objectives import Objective
+from grpo_lit.rewards import RewardCombination, WeightedReward
+from grpo_lit.rewards.reward import Reward
+from grpo_lit.rollout import Completion, Prompt
+from grpo_lit.rollouts.collector import DynamicSampling
+from grpo_lit.rollouts.replay import Replay
+
+
+class Steps(Callback):
+    """Keeps the batch of every optimizer step, and some of its figures."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.figures: list[dict[str, float]] = []
+        self.groups: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch.rollout.batch)
+        self.groups.append(batch.rollout.groups)
+        self.figures.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+class FirstStepsOnly(Reward):
+    """EvenShare on what the first weights sampled, 0 after: from then on no new group has signal."""
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        old = completions[0].weight_version == 0
+        return EvenShare()(prompt, completions) if old else [0.0] * len(completions)
+
+
+def rewards_of(reward: Reward) -> RewardCombination:
+    return RewardCombination({"r": WeightedReward(reward)}, correct_at=0.5)
+
+
+def test_every_step_carries_the_full_count_of_groups_with_signal(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    steps = Steps()
+    data = make_data(rollout=RolloutOptions(DynamicSampling(max_rounds=20)), train=Letters(26))
+    make_trainer(max_steps=3, callbacks=[steps]).fit(make_module(), datamodule=data)
+    for groups, figures in zip(steps.groups, steps.figures, strict=True):
+        assert len(groups) == 4
+        assert all(len(set(group.correct)) == 2 for group in groups)
+        assert 0 < figures["exploration/accepted"] <= 1
+    assert any(figures["exploration/accepted"] < 1 for figures in steps.figures)  # or nothing was filtered
+
+
+def test_a_constant_reward_ends_in_a_message(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    data = make_data(rollout=RolloutOptions(DynamicSampling(max_rounds=2)), rewards=rewards_of(Constant()))
+    with pytest.raises(TrainingError, match=r"2 minibatches in a row .* no group has signal.*solve_none 1"):
+        make_trainer().fit(make_module(max_idle_minibatches=2), datamodule=data)
+
+
+@pytest.mark.parametrize("old_policy", ["logprobs", "weights", "sampler"])
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_replayed_rows_equal_the_stored_groups_and_compare_with_their_own_sampler(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, old_policy: str, num_updates: int
+) -> None:
+    steps = Steps()
+    data = make_data(
+        rollout=RolloutOptions(replay=Replay(max_uses=1)),
+        rewards=rewards_of(FirstStepsOnly()),
+        train=Letters(26),
+        num_updates=num_updates,
+    )
+    trainer = make_trainer(max_steps=2 * num_updates, callbacks=[steps], num_sanity_val_steps=0)
+    trainer.fit(make_module(old_policy=old_policy), datamodule=data)
+    first, second = steps.batches[0], steps.batches[num_updates]
+    stored = {tuple(first.select((first.group == g).nonzero()[:, 0]).prompt_ids.tolist()): g for g in range(4)}
+    moved = [g for g in range(4) if len(set(first.rewards[first.group == g].tolist())) > 1]
+    assert moved  # or nothing was stored
+    replayed = {}
+    for g in range(len(second.prompt_lengths)):
+        rows = (second.group == g).nonzero()[:, 0]
+        group = second.select(rows)
+        if not bool(group.stale.any()):
+            continue
+        assert bool(group.stale.all())
+        source = first.select((first.group == stored[tuple(group.prompt_ids.tolist())]).nonzero()[:, 0])
+        for name in ("token_ids", "lengths", "rewards", "sampler_logprobs", "weight_version", "scores"):
+            torch.testing.assert_close(getattr(group, name), getattr(source, name), rtol=0, atol=0)
+        replayed[g] = group
+    assert len(replayed) == len(moved)
+    figures = steps.figures[num_updates]
+    assert figures["system/replay_share"] == len(moved) / 4
+    assert figures["optimization/kl_old"] > 1e-8  # the weights have moved since: the ratio is not 1
+    assert figures["system/staleness_max"] == num_updates
+
+
+def test_replayed_groups_are_not_held_by_reference(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    data = make_data(rollout=RolloutOptions(replay=Replay()), rewards=rewards_of(EvenShare()))
+    make_trainer(max_steps=1, num_sanity_val_steps=0).fit(make_module(), datamodule=data)
+    for group in data.collector.replay._groups.values():
+        for completion in group.completions:
+            assert isinstance(completion.token_ids, tuple)  # immutable: no tensor, no graph, nothing shared
+            assert isinstance(completion.logprobs, tuple)
+
+
+def test_prompts_without_signal_are_passed_over(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    class Odd(Reward):
+        """Only prompts with an odd number can be solved by some."""
+
+        def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+            odd = int(prompt.id.rsplit("/", 1)[1]) % 2
+            return EvenShare()(prompt, completions) if odd else [0.0] * len(completions)
+
+    steps = Steps()
+    data = make_data(rollout=RolloutOptions(curriculum=Curriculum(revisit=0.01)), rewards=rewards_of(Odd()))
+    make_trainer(max_steps=6, callbacks=[steps], num_sanity_val_steps=0).fit(make_module(), datamodule=data)
+    # 12 prompts, 4 a step: three steps see all of them, from then on few of the even ones come.
+    later = [int(group.prompt.id.rsplit("/", 1)[1]) for groups in steps.groups[3:] for group in groups]
+    assert sum(n % 2 for n in later) >= 10
+    assert any(figures["exploration/passed_over"] > 0 for figures in steps.figures[3:])
+
+
+def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path
+) -> None:
+    def build(max_steps: int, *callbacks: Callback) -> tuple[Any, Any, Trainer, Steps]:
+        steps = Steps()
+        gentle = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
+        data = make_data(
+            rollout=RolloutOptions(
+                DynamicSampling(oversample=2.0, max_rounds=1, max_age=2), Replay(max_uses=2), Curriculum(revisit=0.3)
+            ),
+            num_updates=2,
+            train=Letters(12),
+            rewards=rewards_of(SomePrompts()),
+        )
+        trainer = make_trainer(max_steps=max_steps, callbacks=[steps, *callbacks], num_sanity_val_steps=0)
+        return make_module(optimizer=gentle, objective=Objective()), data, trainer, steps
+
+    straight, data, trainer, all_steps = build(8)
+    trainer.fit(straight, datamodule=data)
+    for stop in (3, 4):  # in the middle of a rollout, and between two
+        saver = ModelCheckpoint(tmp_path / str(stop), filename="x", every_n_train_steps=stop)
+        module, data, trainer, _ = build(stop, saver)
+        trainer.fit(module, datamodule=data)
+        resumed, data, trainer, rest = build(8)
+        trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / str(stop) / "x.ckpt"))
+        torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)
+        for one, other in zip(all_steps.figures[stop:], rest.figures, strict=True):
+            # A rollout in progress logs nothing of how it was drawn a second time.
+            same = {name for name in other if not name.startswith(("system/time", "system/memory", "val/"))}
+            assert {n: other[n] for n in same if "tokens_per_s" not in n} == {
+                n: one[n] for n in same if "tokens_per_s" not in n
+            }
+    assert any(figures.get("system/replay_share", 0) > 0 for figures in all_steps.figures)
+    assert any(figures.get("exploration/carried", 0) > 0 for figures in all_steps.figures)
