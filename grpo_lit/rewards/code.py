@@ -112,8 +112,6 @@ class CodeTests(Reward):
         return (text if self.unfenced == "program" else "") if program is None else program
 
     def _score(self, program: str, tests: UnitTests) -> float:
-        if not _compiles(program):
-            return 0.0
         try:
             passed = self._passed(program, tests)
         except SandboxError as error:
@@ -194,10 +192,10 @@ def _unknown(prompt: Prompt, found: Any) -> ConfigError:
     )
 
 
-def _compiles(program: str) -> bool:
-    """Return whether this is Python at all: most wrong programs need no process to be told."""
+def _compiles(code: str) -> bool:
+    """Return whether test code is Python. Programs are never parsed here: hostile text may crash the parser."""
     try:
-        ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte; nested too deep for the parser
+        ast.parse(code)
+    except (SyntaxError, ValueError):  # ValueError: a null byte
         return False
     return True

@@ -117,7 +117,7 @@ def run_tests(
 
 def _run(report: dict[str, Any]) -> Run:
     if not report["confined"]:
-        raise SandboxError("a process could not be confined and ran nothing: is `memory_mib` enough for Python?")
+        raise SandboxError("a process could not be confined and ran nothing: are its limits enough for Python?")
     return Run(report["end"], report["code"], report["stdout"], tuple(report["cut"]))
 
 
