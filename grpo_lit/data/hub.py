@@ -43,9 +43,10 @@ class HubDataset(Table):
         try:
             data = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
         except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+            version = f" at {self.revision}" if self.revision else ""
             raise ConfigError(
                 f"`path` expected a data set on the Hugging Face hub with this name, split and revision, but got "
-                f"{self.origin}, revision {self.revision}: {error}. Without the hub, FileDataset reads "
+                f"{self.origin}{version}: {error}. Without the hub, FileDataset reads "
                 "files, and SavedDataset what `save_to_disk` wrote"
             ) from error
         return _rows(data, columns, f"{Path(self.path).name}/{self.split}")

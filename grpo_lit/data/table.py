@@ -220,7 +220,9 @@ class Table(PromptSource):
 
 
 def _listed(columns: Iterable[str]) -> str:
-    return f"Its columns are {', '.join(columns)}"
+    if names := ", ".join(columns):
+        return f"Its columns are {names}"
+    return "None has named columns: JSON files hold an array of objects, or one object per line"
 
 
 class _Ids:

@@ -65,6 +65,12 @@ def test_a_malformed_line_costs_one_row_and_is_named_by_its_line(tmp_path):
     assert "2 with not an object with named fields (line 4, line 5)" in message
 
 
+def test_a_json_file_of_another_shape_is_refused_with_the_right_one(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps({"data": ROWS}, indent=1))
+    with pytest.raises(ConfigError, match=r"all \d+ rows are bad: .* an array of objects, or one object per line"):
+        FileDataset(str(tmp_path / "rows.json"))
+
+
 def test_a_csv_row_of_another_width_costs_one_row(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('question,answer\na,1\nb\nc,3,4\n"d\nd",4\n\n')

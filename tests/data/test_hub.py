@@ -43,8 +43,8 @@ def test_what_the_hub_has_not_is_refused_with_its_name(clone):
     with pytest.raises(ConfigError, match="did you mean answer"):
         HubDataset(clone, fields=Fields(answer="anser"))
     # HF_HUB_OFFLINE is set in tests.
-    with pytest.raises(ConfigError, match=r"got nobody/no-such-set/train, revision None: .*FileDataset"):
-        HubDataset("nobody/no-such-set")
+    with pytest.raises(ConfigError, match=r"got nobody/no-such-set/train at v1: .*FileDataset"):
+        HubDataset("nobody/no-such-set", revision="v1")
 
 
 def test_a_saved_data_set_with_and_without_splits(tmp_path):
