@@ -70,7 +70,7 @@ class RegexFormat(Reward):
         match: ``full``: the whole text must match. ``search``: some part of it.
         once: Literal texts each of which must occur exactly once. A lazy ``.*?`` still runs over further tags:
             ``<think>.*?</think>.*`` matches two blocks, with ``once: ["<think>", "</think>"]`` it does not.
-        timeout: CPU time of one match [s].
+        timeout: CPU time that this process, all its threads together, may spend during one match [s].
 
     Raises:
         ConfigError: For a pattern that is no regular expression, an empty text in ``once``, or a timeout that is not
