@@ -190,7 +190,7 @@ class Table(PromptSource):
         if self.fields.id is None:
             return place
         try:
-            return f"{place}, id {text_of(row, self.fields.id)}"
+            return f"{place} with id {text_of(row, self.fields.id)}"
         except BadRow:  # the id may be what is wrong with it
             return place
 

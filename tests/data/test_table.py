@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -108,7 +110,7 @@ def test_of_many_bad_rows_the_first_few_are_named_with_their_ids(source):
     with pytest.warns(UserWarning, match="7 with an empty `question`") as caught:
         source([*content, good, nameless], fields=Fields(id="n"))
     message = str(caught[0].message)
-    assert "(line 1, id id0, line 2, id id1, line 3, id id2, ...); 1 with no `n` (line 9)" in message
+    assert "(line 1 with id id0, line 2 with id id1, line 3 with id id2, ...); 1 with no `n` (line 9)" in message
 
 
 def test_a_table_of_bad_rows_only_is_refused_with_the_map_and_the_columns(source):
@@ -137,6 +139,12 @@ def test_a_table_of_bad_rows_only_is_refused_with_the_map_and_the_columns(source
 def test_a_column_that_no_row_has_is_refused_with_the_nearest(fields, message, source):
     with pytest.raises(ConfigError, match=message):
         source(rows(3), fields=fields)
+
+
+def test_where_no_column_is_there_at_all_the_file_is_not_called_empty(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"problem": ["x"]}), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="Its columns are problem"):
+        FileDataset(str(tmp_path / "rows.parquet"))
 
 
 def test_a_column_that_some_rows_lack_is_no_misspelling(source):
