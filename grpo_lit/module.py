@@ -18,7 +18,7 @@ from grpo_lit.errors import ConfigError, TrainingError
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
 from grpo_lit.models import ModelsModule
-from grpo_lit.objectives import Objective, Shadows
+from grpo_lit.objectives import GDPOAdvantage, Objective, Shadows
 from grpo_lit.policy.learner import GradientOutput, Learner
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
@@ -98,7 +98,14 @@ class GRPOModule(ModelsModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Refuse precisions in which reinforcement learning silently stands still."""
+        """Refuse what contradicts, and precisions in which reinforcement learning silently stands still."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        conditional = [name for name, part in data.rewards.rewards.items() if part.conditional]
+        if conditional and isinstance(self.objective.advantage, GDPOAdvantage):
+            raise ConfigError(
+                f"`model.objective.advantage: GDPOAdvantage` and `data.rewards.rewards.{conditional[0]}.conditional` "
+                "contradict: GDPO weighs each reward by itself, whether the completion is correct or not. Drop one"
+            )
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
             raise ConfigError(

@@ -57,7 +57,10 @@ class Sampler:
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call.
 
-        ``reward`` is the rewards' own time; ``reward_wait`` the part of it in which nothing was drawn.
+        ``reward`` is the rewards' own time, ``reward_<name>`` that of each; ``reward_wait`` is the part of it in which
+        nothing was drawn.
         """
         seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        seconds |= {f"reward_{name}": self.rewards.seconds[name] for name in self.rewards.rewards}
+        self.rewards.seconds.clear()
         return seconds

@@ -51,7 +51,9 @@ def test_any_number_of_parts_gives_the_same_groups(parts: int, calls: list[int])
     assert [group.prompt.id for group in groups] == ["0", "1", "2", "3", "4"]
     assert [group.rewards for group in groups] == [[float(n)] * 2 for n in range(5)]
     assert drawn.calls == calls
-    assert set(sampler.take_seconds()) == {"rollout", "reward", "reward_wait"}
+    seconds = sampler.take_seconds()
+    assert set(seconds) == {"rollout", "reward", "reward_wait", "reward_n"}
+    assert 0 < seconds["reward_n"] <= seconds["reward"]
     assert set(sampler.take_seconds().values()) == {0.0}
 
 

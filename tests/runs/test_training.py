@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from toys import Constant, Letters
+from toys import Constant, EvenShare, Letters
 
 from grpo_lit.errors import ConfigError, TrainingError
-from grpo_lit.objectives import K3, Objective, TokenClip, TruncatedIS
+from grpo_lit.objectives import K3, GDPOAdvantage, Objective, TokenClip, TruncatedIS
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rollout import Sampling
 
@@ -212,3 +212,20 @@ def test_training_on_a_held_out_question_is_refused(
 def test_the_sampler_as_old_policy_and_a_correction_for_it_contradict(make_module: Callable) -> None:
     with pytest.raises(ConfigError, match=r"old_policy: sampler.*TruncatedIS"):
         make_module(old_policy="sampler", objective=Objective(corrections=[TruncatedIS()]))
+
+
+def test_rewards_that_count_for_correct_answers_only_and_gdpo_contradict(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    rewards = {"even": WeightedReward(EvenShare()), "form": WeightedReward(EvenShare(), 0.5, conditional=True)}
+    data = make_data(rewards=RewardCombination(rewards, correct="even", correct_at=0.5))
+    module = make_module(objective=Objective(advantage=GDPOAdvantage()))
+    with pytest.raises(ConfigError, match=r"GDPOAdvantage.*form\.conditional.*contradict"):
+        make_trainer().fit(module, datamodule=data)
+
+
+def test_the_time_of_each_reward_is_logged(make_module: Callable, make_data: Callable, make_trainer: Callable) -> None:
+    recorder = Recorder()
+    make_trainer(max_steps=1, callbacks=[recorder]).fit(make_module(), datamodule=make_data())
+    (step,) = recorder.steps
+    assert 0 < step["system/time_reward_even"] <= step["system/time_reward"]
