@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from grpo_lit.rewards.extract import after_hashes, answer_text, balanced, last_boxed, last_line, last_tagged
 from grpo_lit.rewards.numeric import last_number
-from grpo_lit.rewards.plain import PlainNumber, based, clean, plain_number, word
+from grpo_lit.rewards.plain import PlainNumber, assigned_name, based, clean, plain_number, word
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rewards.workers import WorkerPool
 from grpo_lit.rollout import Completion, Prompt
@@ -23,6 +23,9 @@ MAX_DEPTH = 30
 #: Golds whose readability is remembered.
 _REMEMBERED = 10_000
 
+_SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
+_THIN_SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}(?:\\!)?|\\[,!:;]|,\\!\s*)(?=[0-9]{3}(?![0-9]))")
+_COMMAND = re.compile(r"\\(?:text|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _EXTRACTORS = {"boxed": last_boxed, "answer_tag": last_tagged, "hashes": after_hashes, "last_line": last_line}
 
 
@@ -116,11 +119,12 @@ class MathEquivalence(Reward):
     def readable(self, answer: str | None) -> bool:
         """Return whether completions can be judged by this gold answer: for sources, before anything is trained on."""
         gold = gold_answer(answer)
-        if gold not in self._readable:
+        known = self._readable.get(gold)
+        if known is None:
             if len(self._readable) >= _REMEMBERED:
                 self._readable.clear()
-            self._readable[gold] = self._can_read(gold)
-        return self._readable[gold]
+            known = self._readable[gold] = self._can_read(gold)
+        return known
 
     def close(self) -> None:
         """End the worker processes."""
@@ -171,6 +175,8 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
     """Return whether two cleaned answers are equal where no computer algebra is needed to tell, else ``None``."""
     if not answer or not balanced(answer):
         return False
+    if gold != answer and _SPACED_DIGITS.search(answer) and plain_number(answer) is None:
+        return False  # without its space, ``1 0`` would be 10
     if _compact(gold) == _compact(answer):
         return True
     words, given = word(gold), word(answer)
@@ -178,6 +184,8 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
         return given is not None and given[0] == words[0]
     if given and given[1]:
         return False  # math-verify would take ``\text{E}`` for Euler's number
+    if _names_differ(gold, answer):
+        return False
     known, given_base = based(gold), based(answer)
     if known:
         return known == given_base or known[0] == _compact(answer).upper()
@@ -194,10 +202,25 @@ def _number_of(answer: str, digits: tuple[str, int] | None) -> PlainNumber | Non
         return None
 
 
+def _names_differ(gold: str, answer: str) -> bool:
+    """Return whether ``x = 5`` stands against ``y = 5``, or ``R`` against ``r``, which math-verify takes for equal."""
+    one, other = assigned_name(gold), assigned_name(answer)
+    if one and other and one != other:
+        return True
+    letters, given = _letters(gold), _letters(answer)
+    return letters != given and letters.casefold() == given.casefold()
+
+
+def _letters(text: str) -> str:
+    return "".join(
+        sorted({letter for letter in _COMMAND.sub("", text) if letter.isalpha()}, key=lambda x: (x.lower(), x))
+    )
+
+
 def _plain_form(answer: str) -> str:
-    """Return a number in the one form that math-verify reads right, anything else as it is."""
+    """Return a number in the one form that math-verify reads right, anything else as it is but for ``1\\,234``."""
     number = plain_number(answer)
-    return answer if number is None else str(number)
+    return _THIN_SEPARATOR.sub("", answer) if number is None else str(number)
 
 
 def _compact(text: str) -> str:

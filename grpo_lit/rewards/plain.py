@@ -164,6 +164,12 @@ def _has_no_end(value: Fraction) -> bool:
     return rest > 1
 
 
+def assigned_name(text: str) -> str | None:
+    """Return ``x`` of ``x = 5``, ``None`` where nothing is assigned."""
+    match = _ASSIGNED.match(text)
+    return match[0].rstrip("= ").strip() if match else None
+
+
 def word(text: str) -> tuple[str, bool] | None:
     r"""Return an answer that is words, in lower case, and whether LaTeX marks it as text; ``None`` for anything else.
 

@@ -200,7 +200,7 @@ class WorkerPool:
         file: Path,
         workers: int = 2,
         cpu_seconds: float = 1.0,
-        wall_seconds: float = 30.0,
+        wall_seconds: float = 60.0,
         memory_mib: int = 1024,
     ) -> None:
         limits = {
