@@ -349,7 +349,7 @@ def test_equal_answers_of_a_group_are_compared_once(reward, monkeypatch):
 def test_it_is_a_part_that_yaml_can_name_and_that_can_be_copied():
     parser = ArgumentParser()
     parser.add_argument("--reward", type=Reward)
-    part = parser.instantiate_classes(parser.parse_args(["--reward=MathEquivalence", "--reward.extract=hashes"])).reward
+    part = parser.instantiate(parser.parse_args(["--reward=MathEquivalence", "--reward.extract=hashes"])).reward
     for one in (part, copy.deepcopy(part)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
