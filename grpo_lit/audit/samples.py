@@ -54,20 +54,22 @@ def read_samples(file: Path, fields: Fields) -> list[Sample]:
         ConfigError: For a file that cannot be read or has no rows, and for a row that lacks a field.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        with file.open("rb") as lines:  # str.splitlines would cut at characters that may stand in a JSON text
+            numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     except OSError as error:
         raise ConfigError(f"`file` expected a JSONL file, but got {file}: {error.strerror}") from error
-    samples = [_sample(line, f"{file.name} line {n}", n, fields) for n, line in enumerate(lines, 1) if line.strip()]
+    samples = [_sample(line, f"{file.name} line {number}", number, fields) for number, line in numbered]
     if not samples:
         raise ConfigError(f"`file` expected labelled rows, but got {file}, which has none")
     return samples
 
 
-def _sample(line: str, where: str, number: int, fields: Fields) -> Sample:
+def _sample(line: bytes, where: str, number: int, fields: Fields) -> Sample:
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"`file` expected a JSON object per line, but got in {where}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # malformed, bytes that are no text, or nested beyond reading
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise ConfigError(f"`file` expected a JSON object per line, but got in {where}: {reason}") from error
     if not isinstance(row, Mapping):
         raise ConfigError(f"`file` expected a JSON object per line, but got in {where}: {type(row).__name__}")
     names = asdict(fields)

@@ -29,6 +29,37 @@ def test_labels(tmp_path, label, correct):
     assert read_samples(write(tmp_path, {**ROW, "correct": label}), Fields())[0].correct is correct
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_line_breaks_end_a_row(tmp_path, end):
+    # JSON allows all of these inside a text as they are; str.splitlines cuts there.
+    text = "one\u2028two\u2029three\u0085four"
+    file = tmp_path / "rows.jsonl"
+    rows = [json.dumps({**ROW, "completion": text}, ensure_ascii=False), "", json.dumps({**ROW, "correct": 0})]
+    file.write_bytes(end.join(rows).encode())
+    first, second = read_samples(file, Fields())
+    assert (first.text, first.prompt.id) == (text, "1")
+    assert (second.prompt.id, second.correct) == ("3", False)
+
+
+def test_a_form_feed_in_a_text_is_told_with_its_true_line(tmp_path):
+    # JSON forbids it there, and the row after it keeps its number.
+    with pytest.raises(ConfigError, match=r"rows.jsonl line 2: Invalid control character"):
+        read_samples(write(tmp_path, ROW, '{"question": "a\x0cb"}', ROW), Fields())
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROW), encoding="utf-8-sig")
+    assert read_samples(file, Fields())[0].prompt.question == "3 + 4 ="
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(json.dumps(ROW).encode() + b'\n{"question": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl line 2: .*can't decode byte 0xff"):
+        read_samples(file, Fields())
+
+
 def test_fields_have_any_name(tmp_path):
     row = {"problem": "3 + 4 =", "answer": None, "output": "7", "ok": 1}
     fields = Fields(question="problem", answer="answer", completion="output", label="ok")
