@@ -1,5 +1,6 @@
 """The sampler: prompts in, scored groups out."""
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,15 +27,25 @@ class Sampler:
         self._seconds = {"rollout": 0.0, "reward": 0.0, "reward_wait": 0.0}
 
     def scored_groups(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
-        """Return one scored group per (prompt, epoch), in order."""
+        """Return one scored group per (prompt, epoch), in order.
+
+        An error or Ctrl-C gets out as soon as the group that is being scored is done.
+        """
         size = max(-(-len(prompts) // self.parts), 1)
         pending: list[Future[list[Group]]] = []
-        with ThreadPoolExecutor(1, "grpo-lit-rewards") as scorer:
+        scorer, ended = ThreadPoolExecutor(1, "grpo-lit-rewards"), threading.Event()
+        try:
             for start in range(0, len(prompts), size):
                 drawn = self._drawn(prompts[start : start + size], sampling)
-                pending.append(scorer.submit(self._scored, drawn))
+                for part in pending:
+                    if part.done():
+                        part.result()  # a reward that failed meanwhile ends the rollout here
+                pending.append(scorer.submit(self._scored, drawn, ended))
             waiting = time.perf_counter()
             groups = [group for part in pending for group in part.result()]
+        finally:
+            ended.set()
+            scorer.shutdown(wait=True, cancel_futures=True)
         self._seconds["reward_wait"] += time.perf_counter() - waiting
         return groups
 
@@ -47,9 +58,11 @@ class Sampler:
             for i, (prompt, epoch) in enumerate(prompts)
         ]
 
-    def _scored(self, groups: list[Group]) -> list[Group]:
+    def _scored(self, groups: list[Group], ended: threading.Event) -> list[Group]:
         started = time.perf_counter()
         for group in groups:
+            if ended.is_set():
+                break  # nobody waits for the groups any more
             self.rewards.score(group)
         self._seconds["reward"] += time.perf_counter() - started
         return groups

@@ -1,12 +1,13 @@
 """Rewards are computed while the engine draws on."""
 
 import threading
+import time
 from collections.abc import Sequence
 from unittest.mock import Mock
 
 import pytest
 
-from grpo_lit.errors import RewardError
+from grpo_lit.errors import EngineError, RewardError
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rollout import Completion, Prompt, Request, Sampling
@@ -82,6 +83,74 @@ def test_a_failing_reward_ends_the_rollout_with_its_own_error() -> None:
     sampler = Sampler(engine(), RewardCombination({"n": WeightedReward(Fails())}), seed=0, parts=2)
     with pytest.raises(RewardError, match=r"'n' .*ZeroDivisionError"):
         sampler.scored_groups(PROMPTS, Sampling(completions=2))
+
+
+class Waits(Reward):
+    """Counts its calls; the first one ends, badly if asked to, only when it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls, self.fails = 0, fails
+        self.started, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        self.calls += 1
+        self.started.set()
+        assert self.go_on.wait(10)
+        if self.fails:
+            raise ValueError("cannot score")
+        return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), EngineError("the engine died")])
+@pytest.mark.parametrize("parts", [2, 5])  # 3 groups of the first part, or one of each of two, still wait
+def test_what_ends_the_drawing_waits_for_no_more_than_the_group_being_scored(error: BaseException, parts: int) -> None:
+    reward, drawn = Waits(), engine()
+    draw = drawn.generate
+
+    def fails_last(requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        if len(drawn.calls) < min(parts - 1, 3):
+            return draw(requests, sampling)
+        assert reward.started.wait(10)
+        threading.Timer(0.1, reward.go_on.set).start()  # after the error has begun to end the rollout
+        raise error
+
+    drawn.generate = fails_last
+    sampler = Sampler(drawn, RewardCombination({"n": WeightedReward(reward)}), seed=0, parts=parts)
+    with pytest.raises(type(error)):
+        sampler.scored_groups(PROMPTS, Sampling(completions=2))
+    assert reward.go_on.is_set(), "the group being scored was not waited for"
+    assert reward.calls == 1
+
+
+def test_a_reward_that_failed_ends_the_rollout_before_the_next_part_is_scored_or_drawn() -> None:
+    reward, drawn = Waits(fails=True), engine()
+    draw = drawn.generate
+
+    def slow(requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        if len(drawn.calls) == 1:
+            assert reward.started.wait(10)
+            reward.go_on.set()
+        if drawn.calls:
+            time.sleep(0.1)  # long enough for the failure to arrive
+        return draw(requests, sampling)
+
+    drawn.generate = slow
+    sampler = Sampler(drawn, RewardCombination({"n": WeightedReward(reward)}), seed=0, parts=5)
+    with pytest.raises(RewardError, match=r"'n' .*cannot score"):
+        sampler.scored_groups(PROMPTS, Sampling(completions=2))
+    assert len(drawn.calls) == 2
+    assert reward.calls == 1
+
+
+def test_a_sampler_works_after_an_error() -> None:
+    drawn = engine()
+    sampler = Sampler(drawn, RewardCombination({"n": WeightedReward(Lengths())}), seed=0, parts=2)
+    draw, drawn.generate = drawn.generate, Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.scored_groups(PROMPTS, Sampling(completions=2))
+    drawn.generate = draw
+    groups = sampler.scored_groups(PROMPTS, Sampling(completions=2))
+    assert [group.rewards for group in groups] == [[float(n)] * 2 for n in range(5)]
 
 
 def test_no_prompts_cost_no_call() -> None:
