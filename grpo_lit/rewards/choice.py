@@ -83,6 +83,10 @@ class MultipleChoice(Reward):
             return [None] * len(completions)
         return [float(self._choice(answer_text(prompt, completion), texts) == gold) for completion in completions]
 
+    def counters(self) -> dict[str, int]:
+        """Return how many prompts could not be judged."""
+        return {"unreadable": self.unreadable}
+
     def _choice(self, text: str, texts: Mapping[str, str]) -> str | None:
         region: str | None
         if self.extract == "answer_tag":

@@ -88,6 +88,8 @@ class CodeTests(Reward):
         self.unfenced = unfenced
         self.workers = workers or len(os.sched_getaffinity(0))
         self.unreadable = 0
+        #: Programs that got 0 because running them failed in a way that is not foreseen.
+        self.broken = 0
         #: What programs are not cut off from here; ``None`` until one has run.
         self.open_to: frozenset[str] | None = None
 
@@ -107,6 +109,10 @@ class CodeTests(Reward):
             scores = dict(zip(different, pool.map(lambda program: self._score(program, tests), different), strict=True))
         return [scores.get(program, 0.0) for program in programs]
 
+    def counters(self) -> dict[str, int]:
+        """Return how many prompts could not be judged."""
+        return {"unreadable": self.unreadable}
+
     def _program(self, text: str) -> str:
         program = last_fenced(text)
         return (text if self.unfenced == "program" else "") if program is None else program
@@ -116,6 +122,10 @@ class CodeTests(Reward):
             passed = self._passed(program, tests)
         except SandboxError as error:
             raise RewardError(f"CodeTests cannot run programs here: {error}") from error
+        except Exception as error:  # whatever a program has brought about, it must not end the training run
+            self.broken += 1
+            rank_zero_warn(f"CodeTests gives 0 to a program that broke its run: {type(error).__name__}: {error!s:.200}")
+            return 0.0
         return passed / len(tests) if self.partial else float(passed == len(tests))
 
     def _passed(self, program: str, tests: UnitTests) -> int:

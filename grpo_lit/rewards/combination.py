@@ -5,6 +5,7 @@ import inspect
 import math
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -90,6 +91,20 @@ class RewardCombination:
             self._total({name: column[i] for name, column in scores.items()}, correct[i] is True)
             for i in range(len(group.completions))
         ]
+
+    def counters(self) -> dict[str, int]:
+        """Return what the rewards have counted since they were made, as ``<name of the reward>_<counter>``."""
+        return {
+            f"{name}_{counter}": count
+            for name, part in self.rewards.items()
+            for counter, count in part.reward.counters().items()
+        }
+
+    def close(self) -> None:
+        """End all processes of the rewards; scoring starts them anew."""
+        with ExitStack() as rewards:  # one that fails to close keeps no other from it
+            for part in self.rewards.values():
+                rewards.callback(part.reward.close)
 
     def _timed_scores(self, name: str, reward: Reward, group: Group) -> list[float | None]:
         started = time.perf_counter()

@@ -102,6 +102,10 @@ class RegexFormat(Reward):
         """Return 1 or 0 for each completion."""
         return [float(self._fits(answer_text(prompt, completion))) for completion in completions]
 
+    def counters(self) -> dict[str, int]:
+        """Return how many matches exceeded the limit."""
+        return {"timeouts": self.timeouts}
+
     def _fits(self, text: str) -> bool:
         text = text[: _end(text)].strip()
         if any(text.count(literal) != 1 for literal in self.once):

@@ -126,8 +126,12 @@ class MathEquivalence(Reward):
             known = self._readable[gold] = self._can_read(gold)
         return known
 
+    def counters(self) -> dict[str, int]:
+        """Return how many prompts and answers could not be judged."""
+        return {"unreadable": self.unreadable, "refused": self.refused, "killed": self.killed}
+
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes; a later comparison starts them anew."""
         self._pool.close()
 
     def _can_read(self, gold: str) -> bool:

@@ -105,6 +105,10 @@ class NumericMatch(Reward):
         said = [self._quantity(self._marked(answer_text(prompt, completion))) for completion in completions]
         return [self._score(self._in_unit_of(gold, quantity), gold.number) for quantity in said]
 
+    def counters(self) -> dict[str, int]:
+        """Return how many prompts could not be judged."""
+        return {"unreadable": self.unreadable}
+
     def _score(self, number: Fraction | None, gold: Fraction) -> float:
         if number is None:
             return 0.0

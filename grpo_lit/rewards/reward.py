@@ -12,3 +12,10 @@ class Reward(ABC):
     @abstractmethod
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         """Return one score per completion, in order; ``None`` abstains for that completion (it is not a zero)."""
+
+    def counters(self) -> dict[str, int]:
+        """Return what this reward has counted since it was made, such as answers it gave up on; nothing by default."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (most rewards hold nothing)
+        """End all processes of this reward, at any time and any number of times; a later call starts them anew."""

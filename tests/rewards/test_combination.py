@@ -1,16 +1,28 @@
 import asyncio
 import math
+import os
 import time
 from fractions import Fraction
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.errors import ConfigError, RewardError
-from grpo_lit.rewards import NumericMatch, Reward, RewardCombination, ThinkAnswerFormat, WeightedReward
+from grpo_lit.rewards import (
+    CodeTests,
+    MathEquivalence,
+    MultipleChoice,
+    NumericMatch,
+    RegexFormat,
+    Reward,
+    RewardCombination,
+    ThinkAnswerFormat,
+    WeightedReward,
+)
 from grpo_lit.rollout import Completion, Group, Prompt
 
 
@@ -234,6 +246,84 @@ def test_an_empty_completion_and_an_empty_group_score():
 def test_settings_that_cannot_work_are_refused(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+# ---------------------------------------------------------------- counters and end
+
+
+def workers() -> set[int]:
+    """Return the ids of this process's reward workers."""
+    processes = psutil.Process(os.getpid()).children(recursive=True)
+    return {process.pid for process in processes if "worker_process.py" in " ".join(process.cmdline())}
+
+
+def test_no_process_outlives_close_and_a_closed_reward_works_again():
+    combination = RewardCombination(
+        {"math": WeightedReward(MathEquivalence(workers=1)), "format": WeightedReward(ThinkAnswerFormat(), 0.0)}
+    )
+    g = Group(Prompt("q/0", "", answer="x+1"), 0, (Completion((), (), r"\boxed{1+x}", "stop", 0),))
+    before = workers()
+    combination.close()  # before anything was started
+    for _ in range(2):
+        combination.score(g)
+        assert g.rewards == [1.0]
+        started = workers() - before
+        assert started
+        combination.close()
+        combination.close()
+        assert not started & workers()
+
+
+def test_a_reward_that_fails_to_close_keeps_no_other_from_it():
+    closed = []
+
+    class Closes(Canned):
+        def close(self):
+            closed.append(self.scores)
+            if self.scores == "b":
+                raise OSError("cannot close b")
+
+    combination = RewardCombination({name: WeightedReward(Closes(name)) for name in "abc"})
+    with pytest.raises(OSError, match="cannot close b"):
+        combination.close()
+    assert sorted(closed) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "prompts", "text", "counted"),
+    [
+        (NumericMatch(), [{"answer": "seven"}, {"answer": "7"}], "7", {"unreadable": 1}),
+        (MultipleChoice(), [{"answer": "none"}, {"answer": ""}, {"answer": "B"}], "B", {"unreadable": 2}),
+        (CodeTests(), [{"answer": "7"}], "7", {"unreadable": 1}),
+        # An answer of 3000 characters is longer than what is compared: refused, without any process.
+        (
+            MathEquivalence(),
+            [{"answer": "yes"}, {"answer": "7"}],
+            r"\boxed{" + "x" * 3000 + "}",
+            {"unreadable": 1, "refused": 1, "killed": 0},
+        ),
+        # Every way to cut the text into runs of a's is tried, 2^4999 of them.
+        (RegexFormat("(a+)+b", timeout=0.05), [{"answer": ""}], "a" * 5000, {"timeouts": 1}),
+        (ThinkAnswerFormat(), [{"answer": ""}], "", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rewards_tell_what_they_have_counted(reward, prompts, text, counted):
+    assert not any(reward.counters().values())
+    for fields in prompts:
+        reward(Prompt("q/0", "", **fields), [Completion((), (), text, "stop", 0)])
+    reward.close()
+    assert reward.counters() == counted
+
+
+def test_counters_carry_the_name_of_their_reward():
+    class Counts(Canned):
+        def counters(self):
+            return {"unreadable": 3, "killed": self.scores}
+
+    parts = {"a": Counts(1), "b": Canned(0), "c": Counts(2)}
+    combination = RewardCombination({name: WeightedReward(reward) for name, reward in parts.items()})
+    assert combination.counters() == {"a_unreadable": 3, "a_killed": 1, "c_unreadable": 3, "c_killed": 2}
 
 
 # ---------------------------------------------------------------- YAML
