@@ -153,9 +153,12 @@ class RolloutDataModule(LightningDataModule):
         self.close()
 
     def close(self) -> None:
-        """End the engine; a later fit or validate starts it anew."""
-        self.engine.close()
+        """End the engine and the processes of the rewards; a later fit or validate starts them anew."""
         self._started = False
+        try:
+            self.engine.close()
+        finally:
+            self.rewards.close()
 
     @property
     def ranks(self) -> Ranks:

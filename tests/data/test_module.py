@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -16,8 +17,8 @@ from toys import EvenShare, Letters
 from grpo_lit.data.evaluation import Evaluation
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError
-from grpo_lit.rewards import RewardCombination, WeightedReward
-from grpo_lit.rollout import Completion, Request, Sampling
+from grpo_lit.rewards import MathEquivalence, RewardCombination, WeightedReward
+from grpo_lit.rollout import Completion, Prompt, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 
 
@@ -128,6 +129,31 @@ def test_closing_is_safe_at_any_time_and_the_engine_starts_anew(build: Callable)
     data.draw()
     starts = [call for call in data.engine.calls if call in ("start", "close")]
     assert starts == ["close", "start", "close", "start"]
+
+
+@pytest.mark.parametrize("how", ["teardown", "on_exception"])
+def test_the_end_of_the_run_ends_the_processes_of_the_rewards(build: Callable, how: str) -> None:
+    def workers() -> set[int]:
+        processes = psutil.Process().children(recursive=True)
+        return {process.pid for process in processes if "worker_process.py" in " ".join(process.cmdline())}
+
+    reward, before = MathEquivalence(workers=1), workers()
+    data = build(rewards=RewardCombination({"math": WeightedReward(reward)}))
+    for _ in range(2):  # a closed reward starts anew, as the engine does
+        reward(Prompt("q", "", answer="x+1"), [Completion((), (), r"\boxed{1+x}", "stop", 0)])
+        started = workers() - before
+        assert started
+        data.teardown("fit") if how == "teardown" else data.on_exception(KeyboardInterrupt())
+        assert not started & workers()
+
+
+def test_rewards_are_closed_though_the_engine_fails_to(build: Callable) -> None:
+    data = build()
+    data.engine.close = Mock(side_effect=OSError("cannot close"))
+    data.rewards.close = Mock()
+    with pytest.raises(OSError, match="cannot close"):
+        data.teardown("fit")
+    data.rewards.close.assert_called_once_with()
 
 
 def test_more_ranks_than_held_out_prompts_still_end_the_loop(build: Callable) -> None:
