@@ -110,8 +110,8 @@ class CodeTests(Reward):
         return [scores.get(program, 0.0) for program in programs]
 
     def counters(self) -> dict[str, int]:
-        """Return how many prompts could not be judged."""
-        return {"unreadable": self.unreadable}
+        """Return how many prompts could not be judged, and how many programs broke their run."""
+        return {"unreadable": self.unreadable, "broken": self.broken}
 
     def _program(self, text: str) -> str:
         program = last_fenced(text)
@@ -122,7 +122,7 @@ class CodeTests(Reward):
             passed = self._passed(program, tests)
         except SandboxError as error:
             raise RewardError(f"CodeTests cannot run programs here: {error}") from error
-        except Exception as error:  # whatever a program has brought about, it must not end the training run
+        except Exception as error:  # noqa: BLE001 (whatever a program brought about must not end the training run)
             self.broken += 1
             rank_zero_warn(f"CodeTests gives 0 to a program that broke its run: {type(error).__name__}: {error!s:.200}")
             return 0.0

@@ -14,6 +14,8 @@ from typing import Any
 
 #: A longer message is refused: a program must not fill the memory of whoever reads it.
 MAX_BYTES = 16 * 2**20
+#: What the training process sends may be longer: all inputs of a program are one message.
+MAX_JOB_BYTES = 2**32 - 1
 
 #: Kinds of collections that travel as lists of their members, by the name they travel under.
 _COLLECTIONS: dict[str, type] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
@@ -22,21 +24,21 @@ _MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, Counter, Or
 _WRITTEN: dict[str, type] = {kind.__name__: kind for kind in (int, float, complex, Fraction, Decimal)}
 
 
-def send(channel: socket.socket, message: Any) -> None:
-    """Send one message.
+def send(channel: socket.socket, message: Any, most: int = MAX_BYTES) -> None:
+    """Send one message of at most ``most`` bytes.
 
     Raises:
         OSError: The other side is gone.
         ValueError: The message is longer than may be read.
     """
     data = json.dumps(message).encode()
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes is longer than {MAX_BYTES}")
+    if len(data) > most:
+        raise ValueError(f"a message of {len(data)} bytes is longer than {most}")
     channel.sendall(struct.pack("!I", len(data)) + data)
 
 
-def receive(channel: socket.socket) -> Any:
-    """Return the next message.
+def receive(channel: socket.socket, most: int = MAX_BYTES) -> Any:
+    """Return the next message, of at most ``most`` bytes.
 
     Raises:
         EOFError: The other side is gone.
@@ -44,8 +46,8 @@ def receive(channel: socket.socket) -> Any:
         ValueError: What came is no message.
     """
     (size,) = struct.unpack("!I", _exactly(channel, 4))
-    if size > MAX_BYTES:
-        raise ValueError(f"a message of {size} bytes is longer than {MAX_BYTES}")
+    if size > most:
+        raise ValueError(f"a message of {size} bytes is longer than {most}")
     return json.loads(_exactly(channel, size))
 
 
@@ -82,6 +84,8 @@ def decode(message: Any, other: Callable[[Any], Any]) -> Any:
     if not isinstance(message, list) or len(message) != 2 or not isinstance(message[0], str):
         raise ValueError(f"expected a value, but got {message!r:.80}")
     name, content = message
+    if name != "other" and type(content) is not (str if name in _WRITTEN or name == "bytes" else list):
+        raise ValueError(f"expected a value, but got {message!r:.80}")
     if name in _WRITTEN:
         return _WRITTEN[name](content)
     if name == "bytes":

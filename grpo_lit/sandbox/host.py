@@ -1,14 +1,13 @@
 """The training process's side: starts the processes of a program, waits for their reports, and ends them."""
 
 import contextlib
+import functools
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from grpo_lit.sandbox import frames
+from grpo_lit.sandbox import folders, frames
 from grpo_lit.sandbox.limits import Limits
 
 #: What the children see: no secrets, no paths, one thread per library.
@@ -38,7 +37,7 @@ class Run:
     """How one run of a program ended.
 
     Attributes:
-        end: ``exit``, or the limit it broke: ``time``, ``output``.
+        end: ``exit``, or the limit it broke: ``time``, ``output``, ``disk``.
         code: Its exit status; negative: the signal that ended it.
         stdout: What it printed.
         cut: What it was cut off from: ``network``, ``processes``, ``files``.
@@ -64,7 +63,8 @@ def run_script(program: str, inputs: Sequence[str], limits: Limits, deadline: fl
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(_started("stage"))
-        frames.send(channel, {"program": program, "limits": asdict(limits), "inputs": list(inputs)})
+        job = {"program": program, "limits": asdict(limits), "inputs": list(inputs)}
+        frames.send(channel, job, frames.MAX_JOB_BYTES)
         for _ in inputs:
             report = _next(channel, deadline)
             if report is None:
@@ -100,11 +100,12 @@ def run_tests(
         for pair in pairs:  # whoever waits for the end of a process must hold no end of its channel open
             for end in pair:
                 end.close()
-        frames.send(stage, {"program": program, "limits": asdict(limits), "channels": ends[0]})
+        played = {"program": program, "limits": asdict(limits), "channels": ends[0]}
+        frames.send(stage, played, frames.MAX_JOB_BYTES)
         # The test code's own time is that of all tests together.
         whole = replace(limits, cpu_seconds=limits.cpu_seconds * max(len(tests), 1))
         job = {"tests": list(tests), "channels": ends[1], "limits": asdict(whole), "entry_point": entry_point}
-        frames.send(judge, {**job, "nonce": nonce})
+        frames.send(judge, {**job, "nonce": nonce}, frames.MAX_JOB_BYTES)
         for _ in tests:
             report = _next(judge, deadline)
             if report is None or report["nonce"] != nonce:
@@ -133,7 +134,8 @@ def _next(channel: socket.socket, deadline: float) -> Any:
 @contextlib.contextmanager
 def _started(module: str, fds: Sequence[int] = ()) -> Iterator[socket.socket]:
     """Start one of the children in a session and an empty folder of its own, and end it with all that it started."""
-    folder = tempfile.mkdtemp(prefix="grpo_lit_")
+    _clean_up()
+    folder, held = folders.make()
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -156,7 +158,14 @@ def _started(module: str, fds: Sequence[int] = ()) -> Iterator[socket.socket]:
             _end(process)
     finally:
         ours.close()
-        _remove(folder)
+        folders.remove(folder)
+        os.close(held)
+
+
+@functools.cache
+def _clean_up() -> None:
+    """Remove what earlier runs left, once per process."""
+    folders.remove_stale()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -170,10 +179,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder, whatever rights a program took from itself."""
-    for path, _, _ in os.walk(folder):  # from the top, so that each can be entered once it was opened
-        os.chmod(path, 0o700)
-    shutil.rmtree(folder)

@@ -4,15 +4,19 @@ The program runs elsewhere. Here its functions and objects are stand-ins: calls 
 an object of the program's own classes never equals a value, whatever its ``__eq__`` says. So a program that ends early,
 prints "passed", reads its caller's variables or returns something equal to everything passes no test.
 
-What tests cannot do: hand functions or objects of their own to the program, or look at its source.
+What tests cannot do: hand functions or objects of their own to the program, or look at its source. What tests should
+not do: ask an object of the program whether it is right (``3 in f()``, ``f().startswith("a")``, ``f() == g()`` of two
+such objects), as its class decides on the answer; ``list(f()) == [3]`` compares values.
 """
 
+import ast
 import builtins
 import contextlib
 import importlib
 import os
 import socket
 import sys
+from collections import defaultdict
 from typing import Any
 
 from grpo_lit.sandbox import frames
@@ -27,7 +31,7 @@ def main(channel_fd: int) -> None:
     protect()
     channel = socket.socket(fileno=channel_fd)
     frames.send(channel, "ready")
-    job = frames.receive(channel)
+    job = frames.receive(channel, frames.MAX_JOB_BYTES)
     confine(Limits(**job["limits"]))
     for i, (test, fd) in enumerate(zip(job["tests"], job["channels"], strict=True)):
         player = socket.socket(fileno=fd)
@@ -38,9 +42,11 @@ def main(channel_fd: int) -> None:
 
 
 def _passes(test: str, player: socket.socket, entry_point: str | None) -> bool:
-    # Whatever ends the test ends it without a pass: a failed assertion, a dead program, the wish to exit.
+    # Whatever ends the test ends it without a pass: a failed assertion, a dead program, the wish to exit, an answer
+    # that is none (a program can take the channel and write what it likes).
     with contextlib.suppress(BaseException):
         names = _names(Program(player), frames.receive(player), entry_point)
+        names.update(_modules_read(test, names.keys() - {entry_point}))
         exec(compile(test, "test.py", "exec"), names)
         return True
     return False
@@ -49,11 +55,12 @@ def _passes(test: str, player: socket.socket, entry_point: str | None) -> bool:
 def _names(program: "Program", described: dict[str, Any], entry_point: str | None) -> dict[str, Any]:
     """Return what the test sees: the program's names, but for builtins that it has redefined.
 
-    A test that calls ``len`` must get Python's own, unless that is the very function it is to test.
+    A test that calls ``len`` must get Python's own, unless that is the very function it is to test; and names that the
+    interpreter reads, ``__builtins__`` first, are nobody's to set.
     """
-    names: dict[str, Any] = {"__name__": "test"}
+    names: dict[str, Any] = {}
     for name, content in described.items():
-        if hasattr(builtins, name) and name != entry_point:
+        if not name.isidentifier() or name.startswith("__") or (hasattr(builtins, name) and name != entry_point):
             continue
         if "raises" in content:
             names[name] = program.exception(content["raises"])
@@ -61,7 +68,18 @@ def _names(program: "Program", described: dict[str, Any], entry_point: str | Non
             names[name] = program.decoded(content["value"])
         elif content["module"] in sys.stdlib_module_names:
             names[name] = importlib.import_module(content["module"])
-    return names
+    return {**names, "__name__": "test", "__builtins__": builtins}
+
+
+def _modules_read(test: str, names: set[str | None]) -> dict[str, Any]:
+    """Return Python's own modules for names of the program through which a test reads them, as in ``math.isclose``."""
+    read = {
+        node.value.id
+        for node in ast.walk(ast.parse(test))
+        if isinstance(node, ast.Attribute)
+        if isinstance(node.value, ast.Name)
+    }
+    return {name: importlib.import_module(name) for name in read & names & sys.stdlib_module_names}
 
 
 class Program:
@@ -83,8 +101,14 @@ class Program:
             [operation, target, sent, {name: frames.encode(value, _number) for name, value in named.items()}],
         )
         kind, result, rest = frames.receive(self.channel)
-        if kind == "raised":
-            raise self.exception(result)(rest)
+        if kind == "raised" and isinstance(rest, str):
+            error = self.exception(result)
+            # It would end ``map`` and all that reads from it, so that nothing is compared.
+            if operation != "next" and issubclass(error, (StopIteration, StopAsyncIteration)):
+                raise RuntimeError(f"the program raised {error.__name__} where nothing is iterated")
+            raise error(rest)
+        if kind != "gave" or not isinstance(rest, list):
+            raise ValueError(f"expected what the program gave or raised, but got {kind!r:.80}")
         for mine, before, after in zip(arguments, sent, rest, strict=True):
             if before != after:
                 _update(mine, self.decoded(after))
@@ -92,10 +116,17 @@ class Program:
 
     def decoded(self, message: Any) -> Any:
         """Return a value, or the stand-in of an object."""
-        return frames.decode(message, lambda number: Remote(self, number))
+        return frames.decode(message, self._remote)
+
+    def _remote(self, number: Any) -> "Remote":
+        if type(number) is not int:
+            raise ValueError(f"expected the number of an object, but got {number!r:.80}")
+        return Remote(self, number)
 
     def exception(self, kinds: list[str]) -> type[BaseException]:
         """Return the exception class of this name: Python's own, or one made here below its nearest parent."""
+        if not isinstance(kinds, list) or not kinds or not isinstance(kinds[0], str):
+            raise ValueError(f"expected names of exceptions, but got {kinds!r:.80}")
         name = kinds[0]
         known = getattr(builtins, name, None)
         if isinstance(known, type) and issubclass(known, BaseException):
@@ -117,6 +148,9 @@ class Remote:
         object.__setattr__(self, "_remote", (program, number))
 
     def __getattr__(self, name: str) -> Any:
+        # Libraries ask for names such as __array_interface__ and trust the answer, an address in memory.
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
+            raise AttributeError(f"{name} of the program's objects is not to be had")
         return _ask(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -201,6 +235,8 @@ def _number(value: Any) -> int:
 
 def _update(mine: Any, after: Any) -> None:
     """Change an argument in place as the program changed its copy."""
+    if type(mine) is not type(after) and not (isinstance(mine, defaultdict) and type(after) is dict):
+        raise ValueError(f"the program gave back {type(after).__name__} for {type(mine).__name__}")
     if isinstance(mine, list):
         mine[:] = after
     elif isinstance(mine, (set, dict)):

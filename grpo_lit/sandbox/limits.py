@@ -29,6 +29,8 @@ class Limits:
         seconds: Wall time of one test [s].
         memory_mib: Address space [MiB].
         file_mib: Size of one file that it writes [MiB].
+        disk_mib: What lies in its folder [MiB], looked at ten times a second; files that it removes while it has them
+            open are not seen, of which there can be ``open_files``, of ``file_mib`` each.
         output_kib: What it may print [KiB]; one that prints more is ended.
         processes: Processes and threads. The system does not count those of root, and it need not where a program can
             be kept from starting processes at all.
@@ -39,6 +41,7 @@ class Limits:
     seconds: float = 10.0
     memory_mib: int = 1024
     file_mib: int = 16
+    disk_mib: int = 64
     output_kib: int = 1024
     processes: int = 32
     open_files: int = 64

@@ -13,8 +13,11 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from grpo_lit.sandbox import frames, player
+from grpo_lit.sandbox import folders, frames, player
 from grpo_lit.sandbox.limits import Limits, confine, protect
+
+#: How often the folder's size is looked at [s].
+_LOOK_SECONDS = 0.1
 
 
 def main(channel_fd: int) -> None:
@@ -26,7 +29,7 @@ def main(channel_fd: int) -> None:
     protect()
     channel = socket.socket(fileno=channel_fd)
     frames.send(channel, "ready")
-    job = frames.receive(channel)
+    job = frames.receive(channel, frames.MAX_JOB_BYTES)
     limits = Limits(**job["limits"])
     for i, text in enumerate(job.get("inputs", [])):
         frames.send(channel, _run(job["program"], i, limits, text=text))
@@ -53,8 +56,9 @@ def _run(program: str, test: int, limits: Limits, text: str = "", fd: int | None
     # Until the program starts, its process runs no line of it: this wait ends.
     with os.fdopen(reports, "rb") as file:
         ready, *cut = file.read().decode().split() or [""]
-    result = _watch(pid, output, limits)
+    result = _watch(pid, output, folder, limits)
     os.close(output)
+    folders.remove(folder)
     return {**result, "confined": bool(ready), "cut": cut}
 
 
@@ -75,15 +79,20 @@ def _play(program: str, folder: str, limits: Limits, fds: tuple[int, int, int], 
     os._exit(code & 0xFF)
 
 
-def _watch(pid: int, output: int, limits: Limits) -> dict[str, Any]:
-    """Return how a run ended: ``end`` (``exit``, ``time``, ``output``), ``code`` and what it printed as ``stdout``."""
+def _watch(pid: int, output: int, folder: str, limits: Limits) -> dict[str, Any]:
+    """Return how a run ended: ``end`` (as of ``host.Run``), ``code`` and what it printed as ``stdout``."""
     deadline = time.monotonic() + limits.seconds
     exited = os.pidfd_open(pid)
-    printed, end = b"", "exit"
+    printed, end, looked = b"", "exit", time.monotonic()
     waiting = [output, exited]
     while exited in waiting:
-        ready, _, _ = select.select(waiting, [], [], max(deadline - time.monotonic(), 0))
-        if not ready:
+        ready, _, _ = select.select(waiting, [], [], max(min(deadline - time.monotonic(), _LOOK_SECONDS), 0))
+        if time.monotonic() >= looked + _LOOK_SECONDS:
+            looked = time.monotonic()
+            if folders.exceeds(folder, limits.disk_mib * 2**20):
+                end = "disk"
+                break
+        if not ready and time.monotonic() >= deadline:
             end = "time"
             break
         if output in ready:
@@ -100,6 +109,8 @@ def _watch(pid: int, output: int, limits: Limits) -> dict[str, Any]:
     _end(pid)
     _, status = os.waitpid(pid, 0)
     _reap()
+    if end == "exit" and folders.exceeds(folder, limits.disk_mib * 2**20):  # written since the last look
+        end = "disk"
     return {"end": end, "code": os.waitstatus_to_exitcode(status), "stdout": printed.decode(errors="replace")}
 
 
