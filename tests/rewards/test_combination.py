@@ -294,7 +294,7 @@ def test_a_reward_that_fails_to_close_keeps_no_other_from_it():
     [
         (NumericMatch(), [{"answer": "seven"}, {"answer": "7"}], "7", {"unreadable": 1}),
         (MultipleChoice(), [{"answer": "none"}, {"answer": ""}, {"answer": "B"}], "B", {"unreadable": 2}),
-        (CodeTests(), [{"answer": "7"}], "7", {"unreadable": 1}),
+        (CodeTests(), [{"answer": "7"}], "7", {"unreadable": 1, "broken": 0}),
         # An answer of 3000 characters is longer than what is compared: refused, without any process.
         (
             MathEquivalence(),
