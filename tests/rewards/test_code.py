@@ -191,6 +191,23 @@ def double(x):
         frame = frame.f_back
     return None
 """
+#: Takes the channel and answers everything itself: what it was not asked for is true, and a set is its own.
+SPEAK = """
+import json, struct, sys
+channel = sys._getframe(1).f_locals["channel"]
+def send(message):
+    data = json.dumps(message).encode()
+    channel.sendall(struct.pack("!I", len(data)) + data)
+mine = {"value": ["other", 0]}
+stand_ins = ["dict", [[name, ["other", 1]] for name in ("set", "abs", "len", "sorted", "AssertionError")]]
+send({"double": mine, "abs": mine, "set": mine, "__builtins__": {"value": stand_ins}, "__name__": mine})
+while True:
+    (size,) = struct.unpack("!I", channel.recv(4))
+    operation, target, arguments, named = json.loads(channel.recv(size))
+    value = True if operation in ("bool", "eq", "lt", "le", "contains", "isinstance") else ["other", 2]
+    send(["gave", value, arguments])
+"""
+STOP = "def double(x):\n    raise StopIteration"
 FORGE = """
 import os
 def double(x):
@@ -220,10 +237,17 @@ def double(x):
         EQUAL_TO_ALL,
         FRAMES,
         FORGE,
+        SPEAK,
+        STOP,
     ],
 )
 def test_a_program_that_cheats_the_test_code_earns_nothing(program):
     tests = ["assert double(3) == 6", "assert abs(double(0.5) - 1.0) < 1e-6", "assert not double(0) != 0"]
+    tests += [
+        "assert set(double((3,))) == set((3, 3))",
+        "assert len(double([])) == 0 and sorted(double([2])) == [2, 2]",
+    ]
+    tests += ["assert all(got == right for got, right in zip(map(double, [1, 2]), [2, 4]))"]
     assert score(program, tests, partial=True) == 0.0
 
 
@@ -240,6 +264,9 @@ def test_a_program_that_cheats_the_test_code_earns_nothing(program):
         "import os\nwhile True:\n    if os.fork() == 0:\n        os.setsid()",
         "open('big', 'wb').write(bytes(10**8)); print(6)",
         "f = [open('x%d' % i, 'w') for i in range(1000)]; print(6)",
+        "import os\nfor i in range(1500): os.mkdir('a'); os.chdir('a')\nprint(6)",
+        "for i in range(200): open(str(i), 'wb').write(bytes(2**20))\nprint(6)",
+        "for i in range(10**6): open(str(i), 'wb').close()\nprint(6)",
         "def f(): f()\nf()",
         "import ctypes; ctypes.string_at(0)",
         "import os; os.abort()",
@@ -248,7 +275,7 @@ def test_a_program_that_cheats_the_test_code_earns_nothing(program):
 )
 def test_a_program_without_measure_earns_nothing_and_is_ended(program):
     started = time.monotonic()
-    limits = Limits(cpu_seconds=1.0, seconds=1.5, memory_mib=512, output_kib=64, file_mib=1)
+    limits = Limits(cpu_seconds=1.0, seconds=1.5, memory_mib=512, output_kib=64, file_mib=1, disk_mib=4)
     assert score(program, DOUBLE[:1], limits) == 0.0
     assert time.monotonic() - started < 60
 
@@ -349,6 +376,20 @@ def test_no_process_is_started_and_none_is_signalled():
         thread.start()
     """
     assert score(program, [{"input": "", "output": "end"}]) == 1.0
+
+
+def test_an_error_that_nobody_foresaw_costs_one_program_and_not_the_run(monkeypatch):
+    def breaks(program, *_):
+        if "boom" in program:
+            raise RecursionError("deep")
+        return 1
+
+    reward = CodeTests(SHORT)
+    monkeypatch.setattr(reward, "_passed", breaks)
+    prompt = Prompt(id="code/0", question="", metadata={"tests": DOUBLE[:1]})
+    with pytest.warns(UserWarning, match="gives 0 to a program that broke its run: RecursionError: deep"):
+        assert reward(prompt, [Completion((), (), fenced(p), "stop", 0) for p in ("boom", "a")]) == [0.0, 1.0]
+    assert reward.broken == 1
 
 
 def test_an_interpreter_that_does_not_start_is_an_error_and_no_score(monkeypatch):

@@ -35,6 +35,25 @@ def test_what_breaks_a_limit_says_so():
     assert (run.end, run.code, run.stdout) == ("time", -9, "1\n")
     (run,) = run_script("while True: print('x' * 100)", [""], Limits(output_kib=1), soon())
     assert (run.end, run.code) == ("output", -9)
+    limits = Limits(disk_mib=1)
+    fills = "import time; [open(str(i), 'wb').write(bytes(2**18)) for i in range(8)]; print(1, flush=True)"
+    (run,) = run_script(fills + "; time.sleep(60)", [""], limits, soon())
+    assert (run.end, run.code, run.stdout) == ("disk", -9, "1\n")
+    (run,) = run_script(fills, [""], limits, soon())
+    assert run.end == "disk"
+
+
+def test_inputs_longer_than_what_a_program_may_send_arrive():
+    inputs = ["x" * 2**23] * 3
+    program = "import sys; print(len(sys.stdin.read()))"
+    assert [run.stdout for run in run_script(program, inputs, LIMITS, soon())] == [f"{2**23}\n"] * 3
+
+
+def test_each_run_has_the_whole_disk_limit():
+    """Three runs of 3 MiB each are within 4 MiB: what one wrote is gone before the next."""
+    program = "import os; open('a', 'wb').write(bytes(3 * 2**20)); print(os.listdir('..'))"
+    runs = list(run_script(program, [""] * 3, Limits(disk_mib=4), soon()))
+    assert [(run.end, run.stdout) for run in runs] == [("exit", f"['test{i}']\n") for i in range(3)]
 
 
 def test_nothing_is_run_after_the_deadline():
