@@ -134,8 +134,11 @@ def _next(channel: socket.socket, deadline: float) -> Any:
 @contextlib.contextmanager
 def _started(module: str, fds: Sequence[int] = ()) -> Iterator[socket.socket]:
     """Start one of the children in a session and an empty folder of its own, and end it with all that it started."""
-    _clean_up()
-    folder, held = folders.make()
+    try:
+        _clean_up()
+        folder, held = folders.make()
+    except OSError as error:
+        raise SandboxError(f"no temporary folder could be made: {error}") from error
     ours, theirs = socket.socketpair()
     try:
         with theirs:
