@@ -91,7 +91,7 @@ def test_a_process_that_was_not_confined_is_an_error_and_no_score():
 
 def test_no_place_for_a_folder_is_an_error_and_no_score(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    with pytest.raises(SandboxError, match="no temporary folder could be made: .*absent"):
+    with pytest.raises(SandboxError, match=r"no temporary folder could be made: .*absent"):
         list(run_script("print(1)", [""], LIMITS, soon()))
 
 
