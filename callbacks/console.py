@@ -1,10 +1,15 @@
 """What a person watching the console sees: held-out accuracy, before, now, and after."""
 
 import math
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+
+from callbacks.progress import figures_of
 
 
 class Console(Callback):
@@ -31,22 +36,36 @@ class Console(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the accuracies just measured."""
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith(self.prefix)}
+        step = trainer.global_step or getattr(pl_module, "resumed_step", 0)
         self._now = {n: v for n, v in values.items() if _is_accuracy(n) and math.isfinite(v)}
-        for name, value in self._now.items():
-            self._before.setdefault(name, value)
+        if step == 0:
+            self._before = dict(self._now)
         self._measured_at = trainer.global_step
         if self._now:
-            rank_zero_info(f"step {trainer.global_step}: " + ", ".join(f"{n} {v:.1%}" for n, v in self._now.items()))
+            rank_zero_info(f"step {step}: " + ", ".join(f"{n} {v:.1%}" for n, v in self._now.items()))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Print a line per optimizer step where no progress bar can be watched: into a file, or a pipe."""
+        if sys.stdout.isatty():
+            return
+        figures = ", ".join(f"{name} {value}" for name, value in figures_of(trainer).items())
+        rank_zero_info(f"step {trainer.global_step}: {figures}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print before and after, and where the curves are."""
         if self._now and self._measured_at < trainer.global_step:
             rank_zero_info(f"held-out accuracy was last measured at step {self._measured_at} of {trainer.global_step}")
         for name, after in self._now.items():
-            before = self._before[name]
-            rank_zero_info(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
+            before = self._before.get(name)
+            gain = "" if before is None else f"{before:.1%} before, "
+            points = "" if before is None else f" ({100 * (after - before):+.1f} points)"
+            rank_zero_info(f"{name}: {gain}{after:.1%} after{points}")
         if trainer.log_dir is not None:
-            rank_zero_info(f"curves: tensorboard --logdir {trainer.log_dir}")
+            tensorboard = Path(sys.executable).with_name("tensorboard")
+            command = os.path.relpath(tensorboard) if tensorboard.is_relative_to(Path.cwd()) else str(tensorboard)
+            rank_zero_info(f"curves: {command} --logdir {trainer.log_dir}")
 
 
 def _is_accuracy(name: str) -> bool:

@@ -54,8 +54,9 @@ class EntropyTarget(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the coefficient that this step was made with, and set the next one's."""
-        pl_module.log("optimization/entropy_coefficient", self._coefficient)
+        module = cast("GRPOModule", pl_module)
+        module.log_at(trainer.global_step - 1, {"optimization/entropy_coefficient": self._coefficient})
         entropy = float(trainer.callback_metrics["exploration/entropy"])
         step = self.rate * ((entropy < self.target) - (entropy > self.target))
         self._coefficient = min(max(self._coefficient + step, 0.0), self.maximum)
-        cast("GRPOModule", pl_module).objective.entropy_coefficient = self._coefficient
+        module.objective.entropy_coefficient = self._coefficient

@@ -7,8 +7,8 @@ from rich.progress import BarColumn, ProgressColumn, TextColumn
 
 #: Metric, its name on the bar, and how it is written there.
 SHOWN = (
-    ("reward/total", "reward", "{:.3f}"),
-    ("reward/correct", "correct", "{:.1%}"),
+    ("reward/total", "reward", "{:.2f}"),
+    ("reward/correct", "correct", "{:.0%}"),
     ("length/mean", "length", "{:.1f}"),
     ("exploration/entropy", "entropy", "{:.2f}"),
     ("system/rollout_tokens_per_s", "tok/s", "{:.0f}"),
@@ -30,19 +30,22 @@ class ProgressBar(RichProgressBar):
         """Return a narrow bar, so that the figures fit beside it in a terminal of 100 columns."""
         return [
             TextColumn("{task.description}"),
-            BarColumn(bar_width=12, complete_style=self.theme.progress_bar),
+            BarColumn(bar_width=8, complete_style=self.theme.progress_bar),
             CustomTimeColumn(style=self.theme.time),
         ]
 
     def _get_train_description(self, current_epoch: int) -> str:
-        # Lightning's own counts to `max_epochs`, which is -1: a run has optimizer steps, not epochs.
-        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
+        return ""  # a run has optimizer steps, which stand among the figures, and no epochs worth a column
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """Return what stands to the right of the bar: names without their panel, figures in their own form."""
         steps = f"{trainer.global_step}/{trainer.max_steps}" if trainer.max_steps > 0 else f"{trainer.global_step}"
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        shown = {short: form.format(values[name]) for name, short, form in SHOWN if name in values}
-        return {"step": steps, **shown}
+        return {"step": steps, **figures_of(trainer)}
+
+
+def figures_of(trainer: Trainer) -> dict[str, str]:
+    """Return the newest figures of a run under short names, each in its own form."""
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {short: form.format(values[name]) for name, short, form in SHOWN if name in values}

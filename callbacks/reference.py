@@ -35,7 +35,7 @@ class ReferenceRefresh(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a run without a reference."""
-        if pl_module.reference is None:
+        if not cast("GRPOModule", pl_module).objective.needs_reference:
             raise ConfigError(
                 "`trainer.callbacks: ReferenceRefresh` expected a recipe with a reference, but got none: set "
                 "`model.objective.divergence` with a `beta` above 0, or drop the callback"

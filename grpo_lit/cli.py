@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from grpo_lit import objectives, rewards
 from grpo_lit.data import files, hub, mixture, reasoning_gym
@@ -20,6 +21,15 @@ from grpo_lit.rollouts import transformers, vllm
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
 PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm)
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
+
+
+class ConfigBesideLogs(SaveConfigCallback):
+    """Saves the configuration where the run is logged, and nowhere if it is not."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write it, but not into the current folder, where it might replace the user's own config.yaml."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class GRPOCLI(LightningCLI):
@@ -49,6 +59,7 @@ def run(args: ArgsType = None) -> GRPOCLI:
     """
     # Lightning warns of few dataloader workers; rollouts come from an engine, there is no worker to add.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a dependency of reasoning-gym, when first compiled
     # Lightning's own use of torch's trees, nothing a user can change.
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     return GRPOCLI(
@@ -56,6 +67,7 @@ def run(args: ArgsType = None) -> GRPOCLI:
         RolloutDataModule,
         # A second run in the same folder replaces the record of the first instead of refusing to start.
         save_config_kwargs={"overwrite": True},
+        save_config_callback=ConfigBesideLogs,
         auto_configure_optimizers=False,
         parser_class=PlainParser,
         parser_kwargs={"parser_mode": "yaml"},
@@ -65,6 +77,8 @@ def run(args: ArgsType = None) -> GRPOCLI:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Console script: a user's error is answered in a few lines, without a traceback unless GRPO_LIT_TRACEBACK=1."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # an own part beside the YAML is found, as `python -m` would
     try:
         run(list(args) if args is not None else None)
     except (ConfigError, EngineError, RewardError, TrainingError) as error:

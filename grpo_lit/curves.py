@@ -19,11 +19,14 @@ PANELS = {
 
 
 def read_scalars(run: Path) -> Scalars:
-    """Return steps and values of every scalar of a run's TensorBoard folder.
+    """Return steps and values of every scalar of a run's TensorBoard folder, or of the newest run below it.
 
     Raises:
         ConfigError: The folder holds no scalars.
     """
+    newest = max(run.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime, default=None)
+    if newest is not None:
+        run = newest.parent
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     events.Reload()
     names = events.Tags()["scalars"]
@@ -73,6 +76,6 @@ def main() -> None:
     for name, (steps, values) in accuracies(scalars).items():
         print(f"{name}: " + ", ".join(f"{value:.1%} at step {step}" for step, value in zip(steps, values, strict=True)))
     seconds = scalars.get("system/time_step", ([], []))[1]
-    busy = [sum(x) for x in zip(*(scalars[f"system/time_{p}"][1] for p in ("rollout", "learn")), strict=True)]
+    busy = sum(sum(scalars.get(f"system/time_{phase}", ([], []))[1]) for phase in ("rollout", "learn"))
     if seconds:
-        print(f"{len(seconds)} steps in {sum(seconds):.0f} s, {sum(busy) / sum(seconds):.1%} in rollouts and learning")
+        print(f"{len(seconds)} steps in {sum(seconds):.0f} s, {busy / sum(seconds):.1%} in rollouts and learning")

@@ -15,14 +15,13 @@ from grpo_lit.ranks import Ranks
 class EvaluatingModule(LightningModule):
     """Counts held-out answers over all ranks, for ``fit``, ``validate``, ``test`` and ``predict``."""
 
+    #: Optimizer steps of the checkpoint that the weights come from; 0 without one.
+    resumed_step = 0
+
     @property
     def ranks(self) -> Ranks:
         """All processes of the run."""
         return Ranks(self.trainer.strategy)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Number this step's values by ``global_step``: Lightning's own count is one off after some resumes."""
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.global_step
 
     def on_validation_epoch_start(self) -> None:
         """Start counting answers."""
@@ -40,12 +39,12 @@ class EvaluatingModule(LightningModule):
         """Log accuracy over all prompts of all ranks, also when it is measured before the first step."""
         values = self._evaluation.compute(self.ranks.sum, self.ranks.max)
         if self.trainer.state.fn == TrainerFn.FITTING:
-            # Not through self.log: before training Lightning throws it away, and later it puts it at the step before.
-            for logger in self.trainer.loggers:
-                logger.log_metrics(values, step=self.global_step)
-            self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-        else:
-            self.log_values(values)
+            self.log_at(self.global_step, values)
+            return
+        self.log_at(self.resumed_step, values)
+        for name, value in values.items():
+            if math.isfinite(value):
+                self.log(name, value, logger=False)  # for the table that Lightning prints and returns
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -53,8 +52,20 @@ class EvaluatingModule(LightningModule):
         """Return the answers as plain types."""
         return [group.state_dict() for group in (*batch.greedy, *batch.sampled)]
 
-    def log_values(self, values: dict[str, float]) -> None:
-        """Log finite values under their names; a leading underscore marks what was only needed on the way."""
-        for name, value in values.items():
-            if not name.startswith("_") and math.isfinite(value):
-                self.log(name, value)
+    def log_at(self, step: int, values: dict[str, float]) -> None:
+        """Log finite values under their names; a leading underscore marks what was only needed on the way.
+
+        Not through ``self.log``: Lightning throws away what is logged before training, writes a value again at every
+        later step until the epoch ends, and counts steps of its own, one off after some resumes.
+
+        Args:
+            step: Optimizer steps that the weights have had, the x-axis.
+            values: By name.
+        """
+        shown = {n: v for n, v in values.items() if not n.startswith("_") and math.isfinite(v)}
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in shown.items()})
+        every = max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        if step % every == 0 or any(name.startswith("val/") for name in shown):
+            for logger in self.trainer.loggers:
+                logger.log_metrics(shown, step=step)
+                logger.save()

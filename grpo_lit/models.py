@@ -88,8 +88,10 @@ class ModelsModule(EvaluatingModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint with a reference or an old policy where this run has none, or the reverse."""
+        self.resumed_step = checkpoint["global_step"]
         held = {name.split(".")[0] for name in checkpoint["state_dict"]}
-        for name, key in (("reference", "model.objective.divergence"), ("old_policy", "model.old_policy")):
+        keys = {"reference": "model.objective.divergence` or `model.shadows", "old_policy": "model.old_policy"}
+        for name, key in keys.items():
             if (name in held) != (getattr(self, name) is not None):
                 raise ConfigError(
                     f"`{key}` expected what the checkpoint was trained with, {'a' if name in held else 'no'} {name}, "

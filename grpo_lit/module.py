@@ -99,13 +99,18 @@ class GRPOModule(ModelsModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what contradicts, and precisions in which reinforcement learning silently stands still."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        conditional = [name for name, part in data.rewards.rewards.items() if part.conditional]
-        if conditional and isinstance(self.objective.advantage, GDPOAdvantage):
-            raise ConfigError(
-                f"`model.objective.advantage: GDPOAdvantage` and `data.rewards.rewards.{conditional[0]}.conditional` "
-                "contradict: GDPO weighs each reward by itself, whether the completion is correct or not. Drop one"
-            )
+        rewards = self.trainer.datamodule.rewards.rewards  # type: ignore[attr-defined]
+        conditional = [name for name, part in rewards.items() if part.conditional]
+        for advantage in (part.advantage for part in (self.objective, *self.shadows.recipes.values())):
+            if not isinstance(advantage, GDPOAdvantage):
+                continue
+            if conditional:
+                raise ConfigError(
+                    f"`GDPOAdvantage` and `data.rewards.rewards.{conditional[0]}.conditional` contradict: GDPO weighs "
+                    "each reward by itself, whether the completion is correct or not. Drop one"
+                )
+            if advantage.weights is None:
+                advantage.weights = {name: part.weight for name, part in rewards.items()}
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
             raise ConfigError(
@@ -145,7 +150,7 @@ class GRPOModule(ModelsModule):
         Raises:
             TrainingError: After ``max_idle_minibatches`` of those in a row.
         """
-        tries: list[Rollout] = []
+        step, tries = self.global_step, list[Rollout]()
         for skipped in range(self.max_idle_minibatches):
             minibatch = self.trainer.datamodule.draw() if skipped else minibatch  # type: ignore[attr-defined]
             tries += [minibatch.rollout] if minibatch.update == 0 else []
@@ -157,7 +162,7 @@ class GRPOModule(ModelsModule):
         values["optimization/skipped"] = float(skipped if problem is None else skipped + 1)
         values["system/time_step"] = time.perf_counter() - self._step_started
         self._step_started = time.perf_counter()
-        self.log_values(values)
+        self.log_at(step, values)
         if problem is not None:
             seen = ", ".join(f"{name} {value:.3g}" for name, value in values.items() if name.startswith(_TOLD))
             raise TrainingError(

@@ -1,5 +1,7 @@
 """Sums and maxima over all ranks, whatever the strategy."""
 
+from typing import Any
+
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
@@ -34,6 +36,14 @@ class Ranks:
     def max(self, values: Tensor) -> Tensor:
         """Maximum over ranks, elementwise."""
         return self._reduce(values, "max")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, any that pickles, in the order of ranks."""
+        if self.world_size == 1 or not torch.distributed.is_initialized():
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
         # A copy on the root device: collectives work in place, and NCCL knows no CPU tensors.

@@ -13,7 +13,6 @@ A worked example, one group of two completions of one prompt::
 Everything here is plain Python, so that a checkpoint can hold it and a worker process can receive it.
 """
 
-import dataclasses
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -133,7 +132,9 @@ class Group:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types only, which ``torch.load(weights_only=True)`` accepts."""
-        return dataclasses.asdict(self)
+        # Not dataclasses.asdict: it copies every token one by one.
+        completions = [{**vars(c), "kept": None if c.kept is None else dict(vars(c.kept))} for c in self.completions]
+        return {**vars(self), "prompt": dict(vars(self.prompt)), "completions": completions}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Group":

@@ -67,8 +67,8 @@ class SolveRates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types only."""
-        return {"history": {prompt: list(rates) for prompt, rates in self.history.items()}}
+        return {"history": dict(self.history)}  # the lists are replaced, never changed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` wrote."""
-        self.history = {prompt: list(rates) for prompt, rates in state["history"].items()}
+        self.history = dict(state["history"])

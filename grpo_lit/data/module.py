@@ -20,6 +20,7 @@ from grpo_lit.data.heldout import HeldOut
 from grpo_lit.data.loaders import EvaluationLoader, RolloutLoader
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.data.source import PromptSource
+from grpo_lit.data.state import gathered, own_share, sampled_as, without_groups
 from grpo_lit.data.stream import PromptStream
 from grpo_lit.data.template import PromptTemplate
 from grpo_lit.errors import ConfigError
@@ -138,6 +139,7 @@ class RolloutDataModule(LightningDataModule):
                 f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
                 f"but got {self.max_prompt_tokens} + {self.sampling.max_tokens}"
             )
+        self.engine.check_sampling(self.sampling)
         self._held_out = HeldOut(self.val, self.template, tokenizer, self.max_prompt_tokens)
         self.stream = PromptStream(
             self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed, self.solve_rates.passes_over
@@ -234,20 +236,21 @@ class RolloutDataModule(LightningDataModule):
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands, and the rollout in progress with what is left of it; plain types only.
+        """Return where the stream stands, and each rank's groups in waiting and rollout in progress; plain types only.
 
         In the middle of an optimizer step (Ctrl-C, a crash) that is the state before it: what was drawn for it has not
         been trained on, and is drawn again.
         """
         if self._before_step is not None and self._before_step[0] == self.trainer.lightning_module.global_step:
-            return self._before_step[1]
-        return self._state()
+            return gathered(self._before_step[1], self.ranks)
+        return gathered(self._state(), self.ranks)
 
     def _state(self) -> dict[str, Any]:
         open_rollout = self._rollout is not None and self._update < self._rollout.plan.steps
         return {
             "stream": self.stream.state_dict(),
             "rollouts": self._rollouts,
+            "sampled_as": sampled_as(self.rewards, self.sampling),
             "collector": self.collector.state_dict(),
             "solve_rates": self.solve_rates.state_dict(),
             "update": self._update if open_rollout else 0,
@@ -258,9 +261,12 @@ class RolloutDataModule(LightningDataModule):
         """Go on where :meth:`state_dict` was taken; evaluation asks its own prompts and needs none of it."""
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
+        state = own_share(state, self.ranks)
         self.stream.load_state_dict(state["stream"])
         self._rollouts, self._update = state["rollouts"], state["update"]
-        if "collector" in state:  # absent from checkpoints made before there was anything to carry over
+        if state["collector"] is not None:  # as in checkpoints made before there was anything to carry over
+            if state.get("sampled_as") != sampled_as(self.rewards, self.sampling):
+                state["collector"] = without_groups(state["collector"])
             self.collector.load_state_dict(state["collector"])
             self.solve_rates.load_state_dict(state["solve_rates"])
         self._rollout = None

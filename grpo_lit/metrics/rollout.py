@@ -7,6 +7,7 @@ import torch
 
 from grpo_lit.metrics.memory import engine_memory
 from grpo_lit.metrics.rates import Rates
+from grpo_lit.objectives.advantages import EQUAL_SHARE
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group
 from grpo_lit.rollouts.minibatch import Rollout
@@ -57,9 +58,9 @@ def rollout_values(rollouts: Sequence[Rollout], ranks: Ranks) -> dict[str, float
 
 
 def has_signal(values: Sequence[float | bool | None]) -> bool:
-    """Return whether the known ones among a group's rewards or flags differ: equal ones have advantage 0."""
-    known = [value for value in values if value is not None]
-    return bool(known) and max(known) > min(known)
+    """Return whether the known ones among a group's rewards or flags differ by more than rounding: else A is 0."""
+    known = [float(value) for value in values if value is not None]
+    return bool(known) and max(known) - min(known) > EQUAL_SHARE * max(map(abs, known))
 
 
 def solve_rate(group: Group) -> float:

@@ -86,7 +86,8 @@ class GDPOAdvantage(Advantage):
     Paper: GDPO (arXiv 2601.05242).
 
     Args:
-        weights: Weight of each reward by its name; 1 for those it leaves out.
+        weights: Weight of each reward by its name; 1 for those it leaves out. ``null``: the rewards' own weights in a
+            run, 1 elsewhere.
     """
 
     weights: dict[str, float] | None = None

@@ -59,7 +59,9 @@ class Divergence(ABC):
             ConfigError: A domain is neither named nor covered by ``default``.
         """
         table = self._table()
-        missing = [domain for domain in batch.domains if domain not in table and ANY_DOMAIN not in table]
+        # Only the domains there are: a rank without groups has none, and must not fail where the others go on.
+        present = [batch.domains[i] for i in batch.domain.unique().tolist()]
+        missing = [domain for domain in present if domain not in table and ANY_DOMAIN not in table]
         if missing:
             raise ConfigError(
                 f"`beta` of {type(self).__name__} expected a value for domain {missing[0]!r}, but got only "

@@ -77,6 +77,8 @@ class Shadows:
             entropy: Of the policy at each position [nats].
         """
         rates = Rates()
+        if not self.recipes:
+            return rates
         gradient = _gradient(trained, batch, logprobs, entropy)
         for name, recipe, view in self._views(batch):
             other = _gradient(recipe, view, logprobs, entropy)

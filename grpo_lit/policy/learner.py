@@ -112,7 +112,10 @@ class Learner:
         if plan.steps > 1:
             later = torch.cat(updates[1:]).unique()
             later = later[self.contributes(batch)[later]]
-            batch = replace(batch, old_logprobs=_of_sampler(batch, self.evaluate(policy, batch, later).logprobs))
+            # Where nothing moves the policy the sampler's log-probs stand in: an entropy bonus may yet switch on.
+            logprobs, scored = batch.sampler_logprobs.clone(), batch.token_positions(later)
+            logprobs[scored] = self.evaluate(policy, batch, later).logprobs[scored]
+            batch = replace(batch, old_logprobs=_of_sampler(batch, logprobs))
         return batch, updates
 
     def gradient(
@@ -144,10 +147,11 @@ class Learner:
         # A batch that moves only shadows is none to train on.
         moving = float(self.ranks.sum(self.objective.contributes(batch).sum()))
         steps = list(self._micro_batches(batch, self.contributes(batch).nonzero()[:, 0])) if moving else []
+        score_reference = reference is not None and batch.reference_logprobs is None
         for index, (chosen, micro, pack) in enumerate(steps):
             micro, pack = micro.to(self.device), pack.to(self.device)
             with torch.no_grad():
-                if reference is not None and micro.reference_logprobs is None:
+                if score_reference:
                     micro = replace(micro, reference_logprobs=_output(reference, micro, pack).logprobs)
                 if old_policy is not None:
                     old = _output(old_policy, micro, pack).logprobs

@@ -1,6 +1,7 @@
 """Programs, judged by unit tests."""
 
 import ast
+import json
 import os
 import re
 import time
@@ -44,14 +45,28 @@ class UnitTests:
         return len(self.cases) + len(self.codes)
 
 
+#: What handling one hostile program may raise here, of whatever kind its messages and files bring about.
+_BROUGHT_ABOUT = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 class CodeTests(Reward):
     """Share of the prompt's unit tests that the program in the last fenced code block passes.
 
     ``metadata["tests"]`` holds the tests, in one of these forms (a prompt without any that can be run makes the
     reward abstain, with one warning, and is counted in ``unreadable``):
 
-    - ``[{"input": "3", "output": "6"}, ...]``, or ``{"inputs": [...], "outputs": [...]}``: what a run reads and prints.
-      Printed text is compared word by word, as text; the program must end with exit status 0;
+    - ``[{"input": "3", "output": "6"}, ...]``, or ``{"inputs": [...], "outputs": [...]}``, or a JSON text of either:
+      what a run reads and prints. Printed text is compared word by word, as text; the exit status must be 0;
     - ``["assert f(3) == 6", ...]``, or one such text: test code that calls the program's functions. It runs in another
       process than the program and sees its values only: :mod:`grpo_lit.sandbox.judge` says what that keeps out, and
       what tests cannot do there. ``metadata["entry_point"]`` is the function's name, needed where a builtin has it too.
@@ -122,7 +137,7 @@ class CodeTests(Reward):
             passed = self._passed(program, tests)
         except SandboxError as error:
             raise RewardError(f"CodeTests cannot run programs here: {error}") from error
-        except Exception as error:  # noqa: BLE001 (whatever a program brought about must not end the training run)
+        except _BROUGHT_ABOUT as error:  # by a program, and must not end the training run
             self.broken += 1
             rank_zero_warn(f"CodeTests gives 0 to a program that broke its run: {type(error).__name__}: {error!s:.200}")
             return 0.0
@@ -180,7 +195,8 @@ def unit_tests(prompt: Prompt) -> UnitTests:
     if not found:
         return UnitTests()
     if isinstance(found, str):
-        found = [found]
+        # Tables often hold such lists as JSON. Run as test code, a list of cases would assert nothing.
+        found = _from_json(found) if found.lstrip().startswith(("[", "{")) else [found]
     if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
         if len(found["inputs"]) != len(found["outputs"]):
             raise _unknown(prompt, f"{len(found['inputs'])} inputs and {len(found['outputs'])} outputs")
@@ -200,6 +216,13 @@ def _unknown(prompt: Prompt, found: Any) -> ConfigError:
         f"`metadata['tests']` of prompt {prompt.id} expected inputs with outputs, or test code in Python, but got "
         f"{found!r:.200}"
     )
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return [text]  # test code that begins with a list
 
 
 def _compiles(code: str) -> bool:

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any, Literal, cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.rates import Rates
@@ -28,7 +29,8 @@ class DynamicSampling:
     Args:
         oversample: Prompts of a round over the groups that are still missing.
         max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
-        max_age: Optimizer steps that a surplus group may wait; 0 drops it at once.
+        max_age: Optimizer steps that a surplus group may wait; 0 drops it at once. A rollout of several updates is as
+            many steps.
         signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
 
     Raises:
@@ -125,16 +127,26 @@ class Collector:
         oldest = version - (self.dynamic.max_age if self.dynamic else 0)
         pool = self._waiting.keep([v >= oldest for v in self._waiting.versions])
         rates, solved = self._figures_of([]), dict[str, float]()
-        carried, rounds = len(pool.serials), 0
+        for name in self.sampler.rewards.counters():
+            rates.add(f"reward/{name}", torch.zeros(0))
+        carried, rounds, rates_of_all = len(pool.serials), 0, list[float]()
         while rounds < (self.dynamic.max_rounds if self.dynamic else 1) and len(pool.serials) < wanted:
             missing = wanted - len(pool.serials)
             prompts = take(math.ceil(missing * self.dynamic.oversample) if self.dynamic else missing)
-            self._ask(prompts, sampling, ranks, version, pool, rates, solved)
+            rates_of_all += self._ask(prompts, sampling, ranks, version, pool, rates)
+            solved |= {p.id: rate for (p, _), rate in zip(prompts, rates_of_all[-len(prompts) :], strict=True)}
             rounds += 1
         first = [i < wanted for i in range(len(pool.serials))]
         self._waiting = pool.keep([not yes for yes in first])
         pool = pool.keep(first)
         replayed = self._replay(wanted, pool, ranks, version) if self.replay is not None else 0
+        if self.dynamic is not None and len(pool.serials) < wanted:
+            rank_zero_warn(
+                f"the rollout of step {version} holds {len(pool.serials)} of {wanted} groups: of {len(rates_of_all)} "
+                f"prompts asked in {rounds} rounds, {rates_of_all.count(0.0)} were solved by no sample and "
+                f"{rates_of_all.count(1.0)} by all. Change the task, or raise "
+                "`data.rollout.dynamic_sampling.max_rounds`"
+            )
         figures = {"rounds": rounds, "carried": carried, "replayed": replayed, "version": version}
         self._log(rates, pool, {name: float(value) for name, value in figures.items()})
         places = [place for place, serial in enumerate(pool.serials) if serial in pool.mine]
@@ -148,24 +160,30 @@ class Collector:
         version: int,
         pool: _Pool,
         rates: Rates,
-        solved: dict[str, float],
-    ) -> None:
-        """Ask a round of prompts; add the groups worth keeping to ``pool``, figures of all to ``rates``."""
+    ) -> list[float]:
+        """Ask a round of prompts; add the groups worth keeping to ``pool``, figures of all to ``rates``.
+
+        Returns:
+            The solve rate of every prompt, over all ranks.
+        """
         mine = range(ranks.rank, len(prompts), ranks.world_size)
+        before = self.sampler.rewards.counters()
         groups = self.sampler.scored_groups([prompts[i] for i in mine], sampling)
+        for name, count in self.sampler.rewards.counters().items():
+            samples = sum(len(group.completions) for group in groups)
+            rates.add(f"reward/{name}", torch.tensor([float(count - before[name])]), count=samples)
         worth, right = (torch.zeros(len(prompts), dtype=torch.float64) for _ in range(2))
         for i, group in zip(mine, groups, strict=True):
             worth[i] = self._is_worth_keeping(group)
             right[i] = solve_rate(group)
         rates.merge(self._figures_of([(group, bool(worth[i])) for i, group in zip(mine, groups, strict=True)]))
         worth, right = ranks.sum(worth), ranks.sum(right)
-        for i, (prompt, _) in enumerate(prompts):
-            solved[prompt.id] = float(right[i])
         kept = worth.nonzero()[:, 0].tolist()
         pool.serials += [self._next_serial + i for i in kept]
         pool.versions += [version] * len(kept)
         pool.mine |= {self._next_serial + i: group for i, group in zip(mine, groups, strict=True) if worth[i]}
         self._next_serial += len(prompts)
+        return right.tolist()
 
     def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
         """Return the rates of groups just drawn, each with whether it is kept; the names are always the same."""
@@ -214,6 +232,7 @@ class Collector:
     def _log(self, rates: Rates, pool: _Pool, figures: dict[str, float]) -> None:
         """Add what is the same on every rank."""
         if self.dynamic is not None:
+            rates.add("exploration/groups", torch.tensor([float(len(pool.serials))]))
             rates.add("exploration/rounds", torch.tensor([figures["rounds"]]))
             rates.add("exploration/carried", torch.tensor([figures["carried"]]))
             rates.add("exploration/waiting", torch.tensor([float(len(self._waiting.serials))]))
@@ -223,14 +242,14 @@ class Collector:
             rates.add("system/replay_share", torch.tensor([figures["replayed"]]), count=max(len(pool.serials), 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next rollout depends on; plain types only."""
+        """Return what the next rollout depends on; plain types, but for the groups themselves."""
         waiting = self._waiting
         return {
             "next_serial": self._next_serial,
             "waiting": {
                 "serials": list(waiting.serials),
                 "versions": list(waiting.versions),
-                "groups": {serial: group.state_dict() for serial, group in waiting.mine.items()},
+                "groups": dict(waiting.mine),
             },
             "replay": None if self.replay is None else self.replay.state_dict(),
         }
@@ -239,7 +258,6 @@ class Collector:
         """Go on where :meth:`state_dict` was taken."""
         self._next_serial = state["next_serial"]
         waiting = state["waiting"]
-        groups = {serial: Group.from_state_dict(group) for serial, group in waiting["groups"].items()}
-        self._waiting = _Pool(list(waiting["serials"]), list(waiting["versions"]), groups)
+        self._waiting = _Pool(list(waiting["serials"]), list(waiting["versions"]), dict(waiting["groups"]))
         if self.replay is not None and state["replay"] is not None:
             self.replay.load_state_dict(state["replay"])

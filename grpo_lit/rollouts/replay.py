@@ -1,7 +1,7 @@
 """The replay buffer: groups that taught something, to stand in for groups that would not."""
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,19 +99,18 @@ class ReplayBuffer:
         self.entries = sorted([*self.entries, *entries], key=_first_wanted)[: self.settings.capacity]
         self._forget()
 
-    def take(self, count: int, version: int, refused: Collection[int] = ()) -> tuple[list[Entry], dict[int, Group]]:
+    def take(self, count: int, version: int) -> tuple[list[Entry], dict[int, Group]]:
         """Return groups to train on; those whose uses are up leave the buffer.
 
         Args:
             count: At most so many, over all ranks.
             version: The weights now: older entries than ``max_age`` are dropped.
-            refused: Serials that are in the rollout already.
 
         Returns:
             Entries over all ranks, most wanted first, and the groups of those that this rank holds, by serial.
         """
         self.drop_old(version)
-        taken = [entry for entry in self.entries if entry.serial not in refused][:count]
+        taken = self.entries[:count]
         groups = {entry.serial: self._groups[entry.serial] for entry in taken if entry.serial in self._groups}
         for entry in taken:
             entry.uses += 1
@@ -133,16 +132,13 @@ class ReplayBuffer:
         self._groups = {serial: group for serial, group in self._groups.items() if serial in held}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types only."""
-        return {
-            "entries": [asdict(entry) for entry in self.entries],
-            "groups": {serial: group.state_dict() for serial, group in self._groups.items()},
-        }
+        """Return plain types, but for the groups themselves: writing them out is left to a checkpoint."""
+        return {"entries": [asdict(entry) for entry in self.entries], "groups": dict(self._groups)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` wrote."""
         self.entries = [Entry(**entry) for entry in state["entries"]]
-        self._groups = {serial: Group.from_state_dict(group) for serial, group in state["groups"].items()}
+        self._groups = dict(state["groups"])
 
 
 def _first_wanted(entry: Entry) -> tuple[float, int]:

@@ -1,5 +1,6 @@
 """The console says what accuracy was before, now and after, also across a resume."""
 
+import sys
 from typing import Any
 from unittest.mock import Mock
 
@@ -34,8 +35,11 @@ def test_accuracies_are_printed_and_compared(caplog: pytest.LogCaptureFixture) -
     assert lines(caplog)[0] == "val/sums/greedy: 19.0% before, 48.5% after (+29.5 points)"
 
 
-def test_a_resumed_run_remembers_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_remembers_its_beginning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
+    monkeypatch.setattr(sys, "executable", "/opt/python/bin/python")
     first, second = Console(), Console()
     first.on_validation_end(trainer(0, greedy=0.1), MODULE)
     second.load_state_dict(first.state_dict())
@@ -44,7 +48,7 @@ def test_a_resumed_run_remembers_its_beginning(caplog: pytest.LogCaptureFixture)
     second.on_fit_end(trainer(40), MODULE)
     assert lines(caplog) == [
         "val/sums/greedy: 10.0% before, 50.0% after (+40.0 points)",
-        "curves: tensorboard --logdir runs/x",
+        "curves: /opt/python/bin/tensorboard --logdir runs/x",
     ]
 
 
@@ -60,3 +64,23 @@ def test_an_old_measurement_is_not_sold_as_the_end(caplog: pytest.LogCaptureFixt
     console.on_validation_end(trainer(0, greedy=0.1), MODULE)
     console.on_fit_end(trainer(10), MODULE)
     assert "held-out accuracy was last measured at step 0 of 10" in lines(caplog)
+
+
+def test_what_was_not_measured_before_is_not_called_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    console = Console()
+    console.on_validation_end(trainer(20, greedy=0.4), MODULE)
+    lines(caplog)
+    console.on_fit_end(trainer(20), MODULE)
+    assert lines(caplog)[0] == "val/sums/greedy: 40.0% after"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_log_file_has_a_line_per_step(
+    terminal: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sys, "stdout", Mock(isatty=lambda: terminal))
+    made = Mock(spec=Trainer, global_step=3, callback_metrics={"reward/total": 0.25, "length/mean": 4.0})
+    Console().on_train_batch_end(made, MODULE, None, None, 0)
+    assert lines(caplog) == ([] if terminal else ["step 3: reward 0.25, length 4.0"])

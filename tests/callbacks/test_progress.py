@@ -16,7 +16,7 @@ def shown(max_steps: int, **values: float) -> dict:
 
 def test_figures_stand_under_short_names():
     bar = shown(40, reward__total=0.61, reward__correct=0.584, length__mean=4.12, exploration__entropy=0.268)
-    assert bar == {"step": "12/40", "reward": "0.610", "correct": "58.4%", "length": "4.1", "entropy": "0.27"}
+    assert bar == {"step": "12/40", "reward": "0.61", "correct": "58%", "length": "4.1", "entropy": "0.27"}
 
 
 def test_a_run_without_an_end_or_figures_has_a_bar_too():

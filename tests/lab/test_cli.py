@@ -80,6 +80,7 @@ def test_user_errors_are_one_line(capsys, tmp_path):
 
 def test_help_explains(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["estimator_lab", "--help"])
+    monkeypatch.syspath_prepend(str(RECIPES.parents[1] / "scripts"))  # as Python does for a script
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(RECIPES.parents[1] / "scripts/estimator_lab"))
     assert stop.value.code == 0

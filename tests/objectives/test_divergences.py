@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,3 +140,8 @@ def test_bad_settings_are_refused(kind):
         kind(beta={"math": 0.0, "code": float("nan")})
     with pytest.raises(ConfigError, match=r"weighting: ratio.*place: reward"):
         kind(weighting="ratio", place="reward")
+
+
+def test_a_rank_without_groups_needs_no_beta(make_batch):
+    nothing = replace(make_batch([1, 0], lengths=[1, 1]).select(torch.zeros(0, dtype=torch.long)), domains=("default",))
+    assert K3(beta={"math": 0.0, "code": 0.02}).coefficients(nothing).shape == (0,)

@@ -20,6 +20,7 @@ from grpo_lit.objectives import (
     Shadows,
     TokenMean,
     TruncatedIS,
+    ZeroSignalFilter,
 )
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.learner import GradientOutput, Learner
@@ -149,6 +150,8 @@ def test_old_log_probs_are_scored_for_later_updates_only(policy: Policy) -> None
     exact = learner.evaluate(policy, batch).logprobs
     moving = (twice.advantages != 0)[twice.sequence]
     torch.testing.assert_close(twice.old_logprobs[moving], exact[moving], rtol=1e-5, atol=1e-5)
+    # No forward for the others, and yet no 0 either: an entropy bonus that switches on would compare with it.
+    assert torch.equal(twice.old_logprobs[~moving], batch.sampler_logprobs[~moving])
 
 
 def test_minibatches_hold_whole_groups_and_every_group_once_an_epoch() -> None:
@@ -211,3 +214,15 @@ def test_a_batch_that_moves_shadows_only_is_not_trained_on(policy: Policy, refer
     output = learner.gradient(policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), reference)
     assert output.micro_batches == 0
     assert SHADOWS.derived(output.rates.compute())  # the names are there, on every rank the same
+
+
+def test_groups_without_signal_pay_kl_unless_they_are_filtered(policy: Policy, reference: Policy) -> None:
+    batch = make_rollout()
+    batch = replace(batch, rewards=torch.ones_like(batch.rewards))
+    _, paid = gradient_of(policy, Objective(divergence=K3(beta=0.1)), batch, 9999, True, reference)
+    assert max(float(g.abs().max()) for g in paid) > 1e-4
+    filtered = Objective(divergence=K3(beta=0.1), filters=[ZeroSignalFilter()])
+    learner = Learner(filtered, 9999, True, ONE_PROCESS, torch.device("cpu"))
+    batch, _ = learner.prepare(batch, UpdatePlan(), policy, reference)
+    output = learner.gradient(policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), reference)
+    assert output.micro_batches == 0  # no step is made of it

@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import socket
@@ -470,3 +471,12 @@ def test_unit_tests_another_form_are_refused(tests):
 def test_limits_that_cannot_work_are_refused(arguments, name):
     with pytest.raises(ConfigError, match=f"`{name}` of CodeTests expected"):
         CodeTests(**arguments)
+
+
+@pytest.mark.parametrize(
+    "tests", [[{"input": "3", "output": "6"}], {"inputs": ["3"], "outputs": ["6"]}, ["assert f(3)"]]
+)
+def test_tests_may_be_written_as_json(tests):
+    plain, text = (Prompt(id="p", question="", metadata={"tests": t}) for t in (tests, json.dumps(tests)))
+    assert unit_tests(text) == unit_tests(plain)
+    assert len(unit_tests(plain)) == 1

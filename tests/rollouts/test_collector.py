@@ -1,6 +1,7 @@
 """Rollouts are filled with groups that have signal, the same on any number of ranks."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class Scripted(Sampler):
     def __init__(self, signal: Callable[[int], bool]) -> None:
         self.signal = signal
         self.asked: list[int] = []
+        self.rewards = SimpleNamespace(counters=lambda: {"r_unreadable": len(self.asked)})
         self.version = 0
 
     def scored_groups(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
@@ -69,6 +71,7 @@ def test_without_dynamic_sampling_every_group_is_kept() -> None:
     got = collect(4)
     assert names(got) == [0, 1, 2, 3]
     assert got.size == 4
+    assert got.rates.compute()["reward/r_unreadable"] == 0.5  # 4 counted, of 8 samples
     assert got.solved == {"0": 0.5, "1": 0.0, "2": 0.5, "3": 0.0}
 
 

@@ -60,11 +60,6 @@ def test_uses_are_bounded() -> None:
     assert [[e.serial for e in buffer.take(1, version=0)[0]] for _ in range(5)] == [[0], [0], [1], [1], []]
 
 
-def test_a_serial_in_the_rollout_already_is_not_given_twice() -> None:
-    buffer = filled((0, 0, 0.9), (1, 0, 0.5))
-    assert [entry.serial for entry in buffer.take(2, version=0, refused={0})[0]] == [1]
-
-
 def test_a_rank_without_the_group_knows_of_it_and_holds_nothing() -> None:
     buffer = ReplayBuffer(Replay(capacity=2))
     buffer.add([Entry(0, 0, 0.5), Entry(1, 0, 0.9)], {0: group("mine", [0.0, 1.0])})

@@ -23,7 +23,7 @@ trainer:
   logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: null}}
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args: {dirpath: saved, filename: end, every_n_train_steps: 3}
+      init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
 model:
   optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5}}
   gradient_clip_norm: 0.5
@@ -41,7 +41,7 @@ data:
 
 
 def run(
-    folder: Path, checkpoint: Path, reward: str, recipe: str, devices: int, updates: int
+    folder: Path, checkpoint: Path, reward: str, recipe: str, devices: int, updates: int, resume: str = ""
 ) -> dict[str, torch.Tensor]:
     folder.mkdir()
     overlay = yaml.safe_load(OVERLAY.replace("REWARD", reward).replace("UPDATES", str(updates)))
@@ -55,6 +55,7 @@ def run(
         "tiny.yaml",
     ]
     command = [sys.executable, "-m", "grpo_lit", "fit", *(word for file in files for word in ("--config", str(file)))]
+    command += ["--ckpt_path", resume] if resume else []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -62,7 +63,7 @@ def run(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    state = torch.load(folder / "saved" / "end.ckpt", weights_only=True)
+    state = torch.load(folder / "saved" / "step=3.ckpt", weights_only=True)
     assert state["global_step"] == 3
     return state["state_dict"]
 
@@ -74,6 +75,12 @@ def run(
 def test_two_processes_equal_one(tmp_path: Path, tiny_model_path: Path, recipe: str, reward: str, updates: int) -> None:
     one = run(tmp_path / "one", tiny_model_path, reward, recipe, devices=1, updates=updates)
     two = run(tmp_path / "two", tiny_model_path, reward, recipe, devices=2, updates=updates)
+    if updates > 1:  # resumed between the two steps of a rollout, each rank needs its own share of it back
+        stopped = str(tmp_path / "two" / "saved" / "step=1.ckpt")
+        again = run(tmp_path / "again", tiny_model_path, reward, recipe, devices=2, updates=updates, resume=stopped)
+        assert again.keys() == two.keys()
+        for name, tensor in two.items():
+            torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
     start = AutoModelForCausalLM.from_pretrained(tiny_model_path).state_dict()
     moved = max(float((one[f"policy.model.{name}"] - tensor).abs().max()) for name, tensor in start.items())
     assert moved > 1e-3  # or nothing is compared

@@ -2,19 +2,28 @@
 
 import csv
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from toys import Constant, EvenShare, Letters
 
 from grpo_lit.errors import ConfigError, TrainingError
 from grpo_lit.objectives import K3, GDPOAdvantage, Objective, TokenClip, TruncatedIS
 from grpo_lit.rewards import RewardCombination, WeightedReward
-from grpo_lit.rollout import Sampling
+from grpo_lit.rewards.reward import Reward
+from grpo_lit.rollout import Completion, Prompt, Sampling
+
+
+class IdSum(Reward):
+    """Sum of the token ids: differs within every group."""
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        return [float(sum(completion.token_ids)) for completion in completions]
 
 
 class Recorder(Callback):
@@ -229,3 +238,31 @@ def test_the_time_of_each_reward_is_logged(make_module: Callable, make_data: Cal
     make_trainer(max_steps=1, callbacks=[recorder]).fit(make_module(), datamodule=make_data())
     (step,) = recorder.steps
     assert 0 < step["system/time_reward_even"] <= step["system/time_reward"]
+
+
+def test_gdpo_takes_the_weights_of_the_rewards(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable
+) -> None:
+    def trained(**further: WeightedReward) -> dict[str, torch.Tensor]:
+        rewards = RewardCombination({"even": WeightedReward(EvenShare(), 2.0), **further}, correct="even")
+        module = make_module(objective=Objective(advantage=GDPOAdvantage()))
+        make_trainer(max_steps=1, num_sanity_val_steps=0).fit(module, datamodule=make_data(rewards=rewards))
+        return weights_of(module)
+
+    alone, watched = trained(), trained(length=WeightedReward(IdSum(), 0.0))
+    torch.testing.assert_close(watched, alone, rtol=0, atol=0)  # weight 0 is logged and not trained on
+    punished = trained(length=WeightedReward(IdSum(), -1.0))
+    assert any(not torch.equal(punished[name], tensor) for name, tensor in alone.items())
+
+
+def test_figures_of_a_rollout_are_written_at_the_step_that_drew_it(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    logger = CSVLogger(tmp_path / "log", name="", version="")
+    trainer = make_trainer(max_steps=4, logger=logger, num_sanity_val_steps=0)
+    trainer.fit(make_module(), datamodule=make_data(num_updates=2))
+    with (tmp_path / "log/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["optimization/loss"]] == [0, 1, 2, 3]
+    assert [int(row["step"]) for row in rows if row["reward/total"]] == [0, 2]
+    assert [int(row["step"]) for row in rows if row["system/time_rollout"]] == [0, 2]
