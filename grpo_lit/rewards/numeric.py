@@ -19,7 +19,8 @@ from grpo_lit.rollout import Completion, Prompt
 #: (``1e999999999`` has a billion digits).
 MAX_DIGITS = 1000
 
-_MINUS_SIGNS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
+#: Every way to write a minus, for ``str.translate``.
+MINUS_SIGNS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
 _THIN_SEPARATOR = re.compile(r"(?<=[0-9])(?:\\[,!;]|\{,\}|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}|([0-9]))\s*(?:\{([0-9]+)\}|([0-9]))")
 _NUMBER = re.compile(
@@ -206,7 +207,7 @@ def _quantity(text: str, match: re.Match[str]) -> Quantity | None:
 
 def _normal(text: str) -> str:
     """Write minus signs, thousands separators and LaTeX fractions in one way."""
-    text = _THIN_SEPARATOR.sub(",", text.translate(_MINUS_SIGNS))
+    text = _THIN_SEPARATOR.sub(",", text.translate(MINUS_SIGNS))
     return _LATEX_FRACTION.sub(_plain_fraction, text)
 
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from grpo_lit.rewards.extract import last_boxed
-from grpo_lit.rewards.numeric import MAX_DIGITS, only_number
+from grpo_lit.rewards.numeric import MAX_DIGITS, MINUS_SIGNS, only_number
 
 #: Digits from which on a decimal may stand for a fraction that has no end: 0.333333 for 1/3, but not 0.33.
 MIN_DIGITS = 6
 
-_MINUS_SIGNS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
 _WRAPPED = re.compile(
     r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+)\\\)|\\\[(?P<d>.+)\\\]|\*\*(?P<e>[^*]+)\*\*"
     r"|\\(?:mathbf|boldsymbol|bold|bm|displaystyle|mathrm)\s*\{(?P<f>[^{}]+)\}|\{(?P<g>[^{}]+)\}",
@@ -89,7 +88,7 @@ class PlainNumber:
 
 def clean(text: str) -> str:
     """Return an answer without what only dresses it: a box, math delimiters, bold face, a full stop at the end."""
-    text = text.translate(_MINUS_SIGNS).strip()
+    text = text.translate(MINUS_SIGNS).strip()
     for _ in range(4):
         inner = last_boxed(text) if text.startswith(("\\boxed", "\\fbox")) else None
         match = _WRAPPED.fullmatch(text) if inner is None else None
