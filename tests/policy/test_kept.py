@@ -1,10 +1,8 @@
 """The learner over kept tokens: the same whatever the cut, the same on every rank, and a dense softmax says so too."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.objectives import K3, Objective, TokenMean, TruncatedIS
-from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.learner import GradientOutput, Learner
 from grpo_lit.policy.policy import Policy
 from grpo_lit.ranks import Ranks
@@ -23,16 +20,6 @@ from grpo_lit.rollouts.minibatch import UpdatePlan
 STRATEGY = SingleDeviceStrategy(device=torch.device("cpu"))
 PLAIN = Objective(reduction=TokenMean(), corrections=[TruncatedIS(cap=1.5)])
 WITH_KL = Objective(reduction=TokenMean(), corrections=[TruncatedIS(cap=1.5)], divergence=K3(beta=0.1))
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model_path: Path) -> Policy:
-    return Policy(load_model(str(tiny_model_path)))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_folder: Callable[..., Path]) -> Policy:
-    return Policy(load_model(str(tiny_folder("llama", seed=5)))).requires_grad_(False)
 
 
 def make_rollout(most: int = 12) -> TokenBatch:

@@ -1,10 +1,8 @@
 """The learner's loss and gradient do not depend on how the step was cut, ordered or laid out."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from grpo_lit.objectives import (
     TruncatedIS,
     ZeroSignalFilter,
 )
-from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.learner import GradientOutput, Learner
 from grpo_lit.policy.policy import Policy
 from grpo_lit.ranks import Ranks
@@ -30,16 +27,6 @@ from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import UpdatePlan
 
 ONE_PROCESS = Ranks(SingleDeviceStrategy(device=torch.device("cpu")))
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model_path: Path) -> Policy:
-    return Policy(load_model(str(tiny_model_path)))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_folder: Callable[..., Path]) -> Policy:
-    return Policy(load_model(str(tiny_folder("llama", seed=5)))).requires_grad_(False)
 
 
 def make_rollout() -> TokenBatch:
