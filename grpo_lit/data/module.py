@@ -227,7 +227,7 @@ class RolloutDataModule(LightningDataModule):
         ):
             got.rates.add(name, torch.tensor([1.0] * (total - before) + [0.0] * max(len(got.solved), 1)))
         seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
-        return Rollout(got.groups, batch, plan, rates=got.rates, seconds=seconds, memory=memory.take())
+        return Rollout(got.groups, batch, plan, [], got.rates, seconds, memory.take(), got.tokens)
 
     def _take(self, count: int) -> list[tuple[Prompt, int]]:
         """Return new prompts, at most one pass over the source."""

@@ -48,10 +48,8 @@ def rollout_values(rollouts: Sequence[Rollout], ranks: Ranks) -> dict[str, float
         rates.merge(rollout.rates)
         seconds.update(rollout.seconds)
     values = rates.compute(ranks.sum, ranks.max)
-    # All ranks draw at the same time: their tokens add up, and the slowest one's time counts.
-    drawn = sum(len(c.token_ids) for rollout in rollouts for group in rollout.groups for c in group.completions)
-    tokens, slowest = ranks.sum(torch.tensor(float(drawn))), ranks.max(torch.tensor(float(seconds["rollout"])))
-    values["system/rollout_tokens_per_s"] = float(tokens) / max(float(slowest), 1e-9)
+    slowest = float(ranks.max(torch.tensor(float(seconds["rollout"]))))  # all ranks draw at the same time
+    values["system/rollout_tokens_per_s"] = sum(rollout.tokens for rollout in rollouts) / max(slowest, 1e-9)
     values["system/memory_rollout"] = max(rollout.memory for rollout in rollouts)
     values["system/memory_engine"] = engine_memory()
     return values | {f"system/time_{phase}": value for phase, value in seconds.items()}

@@ -60,6 +60,7 @@ class Collected:
         size: Groups of the rollout over all ranks.
         rates: What to log, this rank's share.
         solved: Share of right samples by prompt id, of all prompts asked on all ranks.
+        tokens: Completion tokens drawn for it over all ranks, those of dropped groups included.
     """
 
     groups: list[Group]
@@ -67,6 +68,7 @@ class Collected:
     size: int
     rates: Rates
     solved: dict[str, float]
+    tokens: int
 
 
 @dataclass
@@ -106,6 +108,7 @@ class Collector:
         self.sampler, self.reward_names, self.dynamic, self.replay = sampler, list(reward_names), dynamic, replay
         self._next_serial = 0
         self._waiting = _Pool()
+        self._tokens = 0
 
     def collect(
         self,
@@ -129,7 +132,7 @@ class Collector:
         rates, solved = self._figures_of([]), dict[str, float]()
         for name in self.sampler.rewards.counters():
             rates.add(f"reward/{name}", torch.zeros(0))
-        carried, rounds, rates_of_all = len(pool.serials), 0, list[float]()
+        carried, rounds, rates_of_all, tokens = len(pool.serials), 0, list[float](), self._tokens
         while rounds < (self.dynamic.max_rounds if self.dynamic else 1) and len(pool.serials) < wanted:
             missing = wanted - len(pool.serials)
             prompts = take(math.ceil(missing * self.dynamic.oversample) if self.dynamic else missing)
@@ -150,7 +153,8 @@ class Collector:
         figures = {"rounds": rounds, "carried": carried, "replayed": replayed, "version": version}
         self._log(rates, pool, {name: float(value) for name, value in figures.items()})
         places = [place for place, serial in enumerate(pool.serials) if serial in pool.mine]
-        return Collected([pool.mine[pool.serials[p]] for p in places], places, len(pool.serials), rates, solved)
+        groups = [pool.mine[pool.serials[place]] for place in places]
+        return Collected(groups, places, len(pool.serials), rates, solved, self._tokens - tokens)
 
     def _ask(
         self,
@@ -173,6 +177,8 @@ class Collector:
             samples = sum(len(group.completions) for group in groups)
             rates.add(f"reward/{name}", torch.tensor([float(count - before[name])]), count=samples)
         worth, right = (torch.zeros(len(prompts), dtype=torch.float64) for _ in range(2))
+        drawn = sum(len(c.token_ids) for group in groups for c in group.completions)
+        self._tokens += int(ranks.sum(torch.tensor(drawn)))
         for i, group in zip(mine, groups, strict=True):
             worth[i] = self._is_worth_keeping(group)
             right[i] = solve_rate(group)
@@ -231,6 +237,7 @@ class Collector:
 
     def _log(self, rates: Rates, pool: _Pool, figures: dict[str, float]) -> None:
         """Add what is the same on every rank."""
+        rates.maximum("system/tokens_sampled", torch.tensor([float(self._tokens)]))
         if self.dynamic is not None:
             rates.add("exploration/groups", torch.tensor([float(len(pool.serials))]))
             rates.add("exploration/rounds", torch.tensor([figures["rounds"]]))
@@ -246,6 +253,7 @@ class Collector:
         waiting = self._waiting
         return {
             "next_serial": self._next_serial,
+            "tokens": self._tokens,
             "waiting": {
                 "serials": list(waiting.serials),
                 "versions": list(waiting.versions),
@@ -257,6 +265,7 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         self._next_serial = state["next_serial"]
+        self._tokens = state.get("tokens", 0)  # not counted in older checkpoints
         waiting = state["waiting"]
         self._waiting = _Pool(list(waiting["serials"]), list(waiting["versions"]), dict(waiting["groups"]))
         if self.replay is not None and state["replay"] is not None:

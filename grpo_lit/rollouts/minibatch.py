@@ -69,6 +69,7 @@ class Rollout:
         rates: What to log of it, this rank's share.
         seconds: Wall time of each phase that made it.
         memory: Peak memory of this process while it was made [GiB].
+        tokens: Completion tokens drawn for it over all ranks.
     """
 
     groups: Sequence[Group]
@@ -78,6 +79,7 @@ class Rollout:
     rates: Rates = field(default_factory=Rates)
     seconds: dict[str, float] = field(default_factory=dict)
     memory: float = 0.0
+    tokens: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on in the middle of a rollout; plain types and tensors only."""
