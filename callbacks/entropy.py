@@ -14,9 +14,10 @@ class EntropyTarget(Callback):
 
         coefficient_(k+1) = clip(coefficient_k + rate * sign(target - entropy_k), 0, maximum)
 
-    k counts optimizer steps, the entropy is their mean over tokens. Above the target the bonus fades to 0 and does
-    nothing. Source: the adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312; it drops the
-    bonus at once above the target, we let it fade by the same steps.
+    k counts optimizer steps; the entropy is the mean over the tokens of sequences that reward or KL can move, the same
+    ones whether the bonus is on or off. A step without any leaves the coefficient alone. Above the target the bonus
+    fades to 0 and does nothing. Source: the adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312;
+    it drops the bonus at once above the target, we let it fade by the same steps.
 
     Args:
         target: Mean entropy per token to stay above [nats].
@@ -56,7 +57,7 @@ class EntropyTarget(Callback):
         """Log the coefficient that this step was made with, and set the next one's."""
         module = cast("GRPOModule", pl_module)
         module.log_at(trainer.global_step - 1, {"optimization/entropy_coefficient": self._coefficient})
-        entropy = float(trainer.callback_metrics["exploration/entropy"])
+        entropy = float(trainer.callback_metrics.get("exploration/entropy", self.target))
         step = self.rate * ((entropy < self.target) - (entropy > self.target))
         self._coefficient = min(max(self._coefficient + step, 0.0), self.maximum)
         module.objective.entropy_coefficient = self._coefficient

@@ -7,7 +7,7 @@ from grpo_lit.metrics.rates import Rates
 from grpo_lit.objectives.corrections import CorrectionOutput
 from grpo_lit.objectives.surrogates import SurrogateOutput
 from grpo_lit.objectives.terms import Terms, bounded
-from grpo_lit.shapes import TokenFloat
+from grpo_lit.shapes import TokenBool, TokenFloat
 
 #: Names that start so are sums for :func:`derived` and are not logged themselves.
 HELPER = "_"
@@ -15,37 +15,43 @@ _WEIGHT, _SQUARE = "_is_weight", "_is_weight_squared"
 
 
 def measure(
-    terms: Terms, surrogate: SurrogateOutput, corrections: Mapping[str, CorrectionOutput], factor: TokenFloat
+    terms: Terms,
+    surrogate: SurrogateOutput,
+    corrections: Mapping[str, CorrectionOutput],
+    factor: TokenFloat,
+    counted: TokenBool,
 ) -> Rates:
-    """Return the rates of one micro-batch; every mean is over tokens.
+    """Return the rates of one micro-batch; every mean is over the counted tokens.
 
     Args:
         terms: The micro-batch.
         surrogate: The surrogate's output on it.
         corrections: Each correction's output by its class name.
         factor: Product of their weights.
+        counted: Tokens that the rates are over. They must not depend on what else went through the policy (an entropy
+            bonus, a shadow), or a controller that reads a rate would see it jump as it switches the bonus on.
     """
     rates = Rates()
-    log_ratio = bounded(terms.log_ratio.detach())
-    rates.add("optimization/clip_low", surrogate.clipped_low)
-    rates.add("optimization/clip_high", surrogate.clipped_high)
+    log_ratio = bounded(terms.log_ratio.detach()[counted])
+    rates.add("optimization/clip_low", surrogate.clipped_low[counted])
+    rates.add("optimization/clip_high", surrogate.clipped_high[counted])
     rates.add("optimization/kl_old", _k3(log_ratio))
     rates.maximum("optimization/ratio_max", log_ratio.exp())
-    rates.add("exploration/entropy", terms.entropy)
-    rates.add("exploration/token_prob", terms.old_logprobs.exp())
-    gap = terms.old_logprobs - terms.sampler_logprobs
+    rates.add("exploration/entropy", terms.entropy[counted])
+    rates.add("exploration/token_prob", terms.old_logprobs[counted].exp())
+    gap = (terms.old_logprobs - terms.sampler_logprobs)[counted]
     rates.add("system/mismatch_abs", gap.abs())
     rates.add("system/mismatch_kl", _k3(bounded(gap)))
     rates.add("system/mismatch_chi2", _chi2(bounded(gap)))
     if corrections:
-        _add_weight(rates, "", factor)
+        _add_weight(rates, "", factor[counted])
         any_cut = sum((out.cut.long() for out in corrections.values()), factor.new_zeros(len(factor)).long()) > 0
-        rates.add("system/is_cut", any_cut)
+        rates.add("system/is_cut", any_cut[counted])
     for name, out in corrections.items():
-        _add_weight(rates, f"_{name}", out.weight)
-        rates.add(f"system/is_cut_{name}", out.cut)
-        rates.add(f"system/is_k3_{name}", _k3(bounded(out.log_ratio)))
-        rates.add(f"system/is_chi2_{name}", _chi2(bounded(out.log_ratio)))
+        _add_weight(rates, f"_{name}", out.weight[counted])
+        rates.add(f"system/is_cut_{name}", out.cut[counted])
+        rates.add(f"system/is_k3_{name}", _k3(bounded(out.log_ratio[counted])))
+        rates.add(f"system/is_chi2_{name}", _chi2(bounded(out.log_ratio[counted])))
     return rates
 
 

@@ -135,8 +135,10 @@ class Objective:
 
     def contributes(self, batch: TokenBatch) -> SequenceBool:
         """Return which sequences can move the policy at all: the others need no forward, yet stay in the counts."""
-        if self.entropy_coefficient > 0:
-            return batch.lengths > 0
+        return batch.lengths > 0 if self.entropy_coefficient > 0 else self._is_moved_by_task(batch)
+
+    def _is_moved_by_task(self, batch: TokenBatch) -> SequenceBool:
+        """Return which sequences can move the policy by reward or KL, whatever the entropy bonus is at the moment."""
         moves = batch.advantages != 0
         if batch.selected is not None:
             chosen = batch.lengths.new_zeros(len(batch.lengths)).index_add(0, batch.sequence, batch.selected.long())
@@ -161,15 +163,16 @@ class Objective:
             factor = factor * correction.weight
         value = factor * surrogate.value
         per_token = -value if batch.selected is None else torch.where(batch.selected, -value, 0.0)
-        rates = measure(terms, surrogate, corrections, factor)
+        counted = self._is_moved_by_task(batch)[terms.sequence]
+        rates = measure(terms, surrogate, corrections, factor, counted)
         if self.selection is not None:
-            rates.add("optimization/selected", batch.selected)
+            rates.add("optimization/selected", batch.selected[counted])
         if self.needs_reference:
-            rates.add("optimization/kl_reference", self.divergence(terms))
+            rates.add("optimization/kl_reference", self.divergence(terms)[counted])
         if self.pays_kl_in_loss:
             penalty = self.divergence.penalty(terms)
             per_token = per_token + penalty
-            rates.add("optimization/kl_penalty", penalty)
+            rates.add("optimization/kl_penalty", penalty[counted])
         if self.entropy_coefficient > 0:
             per_token = per_token - self.entropy_coefficient * terms.entropy
         loss = (batch.weights[terms.sequence] * per_token).sum()

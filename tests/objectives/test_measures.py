@@ -116,6 +116,31 @@ def test_metrics_of_far_ratios_are_finite(make_batch):
         assert all(math.isfinite(value) for value in values.values())
 
 
+@pytest.mark.parametrize("bonus", [0.0, 0.1])
+def test_rates_are_over_the_sequences_that_the_task_moves_whatever_else_is_at_hand(make_batch, bonus):
+    # Two tokens of a sequence with an advantage, entropy 1; one of a sequence without, entropy 4. The second goes
+    # through the policy for an entropy bonus or a shadow, and comes and goes with them: a controller must not read it.
+    batch = make_batch([1, 0], lengths=[2, 1], advantages=torch.tensor([1.0, 0.0]), weights=torch.ones(2))
+    values = (
+        Objective(entropy_coefficient=bonus).loss(batch, -torch.ones(3), torch.tensor([1.0, 1.0, 4.0])).rates.compute()
+    )
+    assert values["exploration/entropy"] == 1.0
+
+
+def test_rates_count_the_sequences_that_only_pay_kl(make_batch):
+    batch = make_batch(
+        [1, 0],
+        lengths=[2, 1],
+        advantages=torch.tensor([1.0, 0.0]),
+        weights=torch.ones(2),
+        reference_logprobs=torch.full((3,), -1.0),
+    )
+    values = (
+        Objective(divergence=K3(beta=0.1)).loss(batch, -torch.ones(3), torch.tensor([1.0, 1.0, 4.0])).rates.compute()
+    )
+    assert values["exploration/entropy"] == 2.0
+
+
 def test_derived_of_nothing_is_not_a_number():
     values = derived({"a": 1.0, "_is_weight": math.nan, "_is_weight_squared": math.nan})
     assert values["a"] == 1.0

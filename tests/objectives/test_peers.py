@@ -1,5 +1,9 @@
 """Agreement with other projects' own functions, where they are installed; each deliberate difference has a test."""
 
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +20,14 @@ from grpo_lit.objectives import (
     GDPOAdvantage,
     GeometricMean,
     GroupAdvantage,
+    Objective,
     OffPolicySequenceMask,
     SequenceClip,
     SequenceMean,
     SequenceTokenClip,
     TokenClip,
     TokenMean,
+    TruncatedIS,
 )
 from grpo_lit.objectives.advantages import STD_EPS
 
@@ -147,11 +153,103 @@ def test_verl_averages(verl, make_batch, alone, flat, part, mode, options):
     torch.testing.assert_close((weights * torch.tensor(flat, dtype=torch.float64)).sum(), theirs.double())
 
 
-def test_trl_off_policy_mask(make_terms, flat):
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="peer not installed: trl", exc_type=ImportError)
+@pytest.fixture
+def trl():
+    return pytest.importorskip("trl.trainer.grpo_trainer", reason="peer not installed: trl", exc_type=ImportError)
+
+
+def trl_loss(trainer, logprobs, entropy, inputs, **settings):
+    """Return the loss of TRL's trainer on given log-probs: no model, no accelerator, nothing else of it runs."""
+    accelerator = SimpleNamespace(num_processes=1, gather=_same, gather_for_metrics=_same, reduce=_same)
+    arguments = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
+    arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    arguments |= {key: settings.pop(key) for key in list(settings) if key in arguments}
+    itself = SimpleNamespace(
+        **{
+            "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2,
+            "beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
+            "vllm_importance_sampling_correction": False, "max_completion_length": 9, **settings,
+        },
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _metrics={"eval": defaultdict(list)},
+        accelerator=accelerator,
+        args=SimpleNamespace(**arguments),
+        model=SimpleNamespace(training=False),
+        get_off_policy_mask=trainer.GRPOTrainer.get_off_policy_mask,
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropy, None),
+    )  # fmt: skip
+    ids = torch.zeros(len(LENGTHS), 1, dtype=torch.long)
+    tokens = torch.zeros(mask().shape, dtype=torch.long)
+    fixed = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": tokens, "completion_mask": mask()}
+    fixed["num_items_in_batch"] = mask().sum()
+    return trainer.GRPOTrainer._compute_loss(itself, None, {**fixed, **inputs})
+
+
+def _same(value, **kwargs):
+    return value
+
+
+# Deliberate differences: TRL's CISPO bound is the largest weight itself, ours what it may exceed 1 by; its dual clip
+# bounds the ratio of tokens with A > 0 too, where it is never reached if it is above 1 + epsilon_high.
+TRL_RECIPES = {
+    "grpo": (Objective(), {}),
+    "clip higher": (Objective(surrogate=TokenClip(0.2, 0.28)), {"epsilon_high": 0.28}),
+    "dual clip": (Objective(surrogate=TokenClip(0.2, 0.2, dual=1.5)), {"delta": 1.5}),
+    "dr_grpo": (Objective(reduction=ConstantLength(9)), {"loss_type": "dr_grpo"}),
+    "dapo": (Objective(surrogate=TokenClip(0.2, 0.28), reduction=TokenMean()),
+             {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "gspo": (Objective(surrogate=SequenceClip(0.1, 0.2)),
+             {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.2}),
+    "cispo": (Objective(surrogate=CISPO(high=0.5), reduction=TokenMean()), {"loss_type": "cispo", "epsilon_high": 1.5}),
+    "sapo": (Objective(surrogate=SAPO(1.0, 1.05)), {"loss_type": "sapo"}),
+    "kl": (Objective(divergence=K3(beta=0.1)), {"beta": 0.1}),
+    "weighted kl": (Objective(divergence=K3(beta=0.1, weighting="ratio")),
+                    {"beta": 0.1, "use_bias_correction_kl": True}),
+    "off-policy mask": (Objective(corrections=[OffPolicySequenceMask(0.05)]), {"off_policy_mask_threshold": 0.05}),
+    "tis": (Objective(corrections=[TruncatedIS(1.1)]), {"use_vllm": True, "vllm_importance_sampling_correction": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRL_RECIPES)
+def test_trl_losses_and_gradients_of_whole_recipes(trl, make_batch, alone, flat, name):
+    objective, settings = TRL_RECIPES[name]
+    generator = torch.Generator().manual_seed(1)
+    old, sampler, reference, now = (
+        -1.5 + 0.2 * torch.randn(sum(LENGTHS), dtype=torch.float64, generator=generator) for _ in range(4)
+    )
+    now, entropy = (now + torch.tensor(flat) * 0.5).requires_grad_(), torch.ones(sum(LENGTHS), dtype=torch.float64)
+    batch = make_batch(
+        [0.0] * 4,
+        lengths=LENGTHS,
+        dtype=torch.float64,
+        advantages=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        old_logprobs=old,
+        sampler_logprobs=sampler,
+        reference_logprobs=reference,
+    )
+    batch = replace(batch, weights=objective.weights(batch, Counts.of(batch, alone)))
+    ours = objective.loss(batch, now, entropy).loss
+    (gradient,) = torch.autograd.grad(ours, now)
+
+    logprobs = padded(now.detach(), -1.0).requires_grad_()
+    inputs = {
+        "advantages": batch.advantages,
+        "old_per_token_logps": padded(old, -1.0),
+        "ref_per_token_logps": padded(reference, -1.0),
+        "sampling_per_token_logps": padded(sampler, -1.0),
+        "importance_sampling_ratio": padded((old - sampler).exp().clamp(max=1.1), 1.0),
+    }
+    theirs = trl_loss(trl, logprobs, padded(entropy), inputs, **settings)
+    (their_gradient,) = torch.autograd.grad(theirs, logprobs)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(padded(gradient), their_gradient)
+
+
+def test_trl_off_policy_mask(trl, make_terms, flat):
     terms = make_terms(flat, ADVANTAGES, LENGTHS, torch.float64)
     for delta in (0.0, 0.1, 0.5):
-        theirs = trainer.GRPOTrainer.get_off_policy_mask(
+        theirs = trl.GRPOTrainer.get_off_policy_mask(
             torch.tensor(ADVANTAGES, dtype=torch.float64)[:, None],
             padded(terms.logprobs.detach()),
             padded(terms.sampler_logprobs),

@@ -178,6 +178,8 @@ def test_shadows_are_measured_and_change_nothing(policy: Policy, reference: Poli
     output, got = gradient_of(policy, objective, batch, budget, True, reference, SHADOWS)
     assert distance(got, expected) <= 2e-6
     assert output.loss == pytest.approx(alone.loss, rel=1e-6, abs=1e-6)
+    seen, logged = alone.rates.compute(), output.rates.compute()
+    assert {name: logged[name] for name in seen} == pytest.approx(seen, rel=1e-5, abs=1e-6, nan_ok=True)
     values = SHADOWS.derived(output.rates.compute())
     # Of a whole batch, with every log-prob at hand.
     learner = Learner(objective, 9999, True, ONE_PROCESS, torch.device("cpu"), SHADOWS)

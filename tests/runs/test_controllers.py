@@ -10,10 +10,12 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from toys import Constant
 
 from callbacks import EntropyTarget, ReferenceRefresh
 from grpo_lit.errors import ConfigError
 from grpo_lit.objectives import K3, Objective
+from grpo_lit.rewards import RewardCombination, WeightedReward
 
 
 class Models(Callback):
@@ -69,6 +71,32 @@ def test_the_entropy_bonus_is_steered(
     trainer = make_trainer(max_steps=4, callbacks=[control], logger=CSVLogger(tmp_path / "log", name="", version=""))
     trainer.fit(module, datamodule=make_data())
     assert coefficients(tmp_path / "log") == pytest.approx(expected, abs=1e-8)
+
+
+def test_the_entropy_bonus_moves_at_every_update_of_a_rollout(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    control, logger = (
+        EntropyTarget(target=9.0, rate=0.01, maximum=1.0),
+        CSVLogger(tmp_path / "log", name="", version=""),
+    )
+    trainer = make_trainer(max_steps=5, callbacks=[control], logger=logger)
+    trainer.fit(make_module(), datamodule=make_data(num_updates=2))
+    assert coefficients(tmp_path / "log") == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04], abs=1e-8)
+
+
+def test_the_entropy_bonus_waits_where_nothing_is_measured(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    # All rewards equal: only the bonus moves the policy, and there is no entropy to steer by.
+    module = make_module(objective=Objective(entropy_coefficient=0.01))
+    trainer = make_trainer(
+        max_steps=2,
+        callbacks=[EntropyTarget(target=9.0, rate=0.01, maximum=1.0)],
+        logger=CSVLogger(tmp_path / "log", name="", version=""),
+    )
+    trainer.fit(module, datamodule=make_data(rewards=RewardCombination({"none": WeightedReward(Constant(0.5))})))
+    assert coefficients(tmp_path / "log") == pytest.approx([0.01, 0.01], abs=1e-8)
 
 
 def test_the_entropy_bonus_survives_a_resume(
