@@ -11,6 +11,7 @@ SCALES = ["group_std", "batch_std", "none"]
 
 
 def test_group_std_by_hand(make_batch, alone, dtype):
+    # Field bug A2: which ddof.
     # Rewards 1 0 0 0: mean 1/4, centred 3/4 -1/4 -1/4 -1/4; sample variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4, std 1/2:
     # 0.75 / 0.5001 and -0.25 / 0.5001. With ddof 0 it would be 1.732 and -0.577.
     advantages = GroupAdvantage()(make_batch([1, 0, 0, 0], dtype=dtype), alone)
@@ -40,6 +41,7 @@ def test_batch_std_by_hand(make_batch, alone):
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7, 0.9, 1e6, -0.35, 0.0])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_equal_rewards_have_advantage_exactly_zero(make_batch, alone, scale, leave_one_out, value, size):
+    # Field bug A1.
     # The float32 standard deviation of eight times 0.1 is 8e-9 and their mean is not 0.1: eps of 1e-8 made 0.41 of it.
     advantages = GroupAdvantage(scale, leave_one_out)(make_batch([value] * size), alone)
     assert advantages.tolist() == [0.0] * size
@@ -47,14 +49,14 @@ def test_equal_rewards_have_advantage_exactly_zero(make_batch, alone, scale, lea
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_rewards_equal_up_to_rounding_are_equal(make_batch, alone, scale):
-    # 0.1 + 0.2 differs from 0.3 in the last digit: float64 std 5.6e-17, "std > 0" is true.
+    # Field bug A1. 0.1 + 0.2 differs from 0.3 in the last digit: float64 std 5.6e-17, "std > 0" is true.
     batch = make_batch([0.1 + 0.2, 0.3, 0.3, 0.3], dtype=torch.float64)
     assert GroupAdvantage(scale)(batch, alone).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("reward", [0.35, 0.3, 0.4])
 def test_a_lone_odd_one_out_stays_bounded_with_leave_one_out(make_batch, alone, reward):
-    # Leave-one-out: 0 - reward. Dividing by the others' std, which is 1e-4 of rounding, made -2154 of it.
+    # Field bug A1. Leave-one-out: 0 - reward. Dividing by the others' std, which is 1e-4 of rounding, made -2154 of it.
     batch = make_batch([reward] * 7 + [0.0])
     odd = GroupAdvantage("none", leave_one_out=True)(batch, alone)[-1].item()
     assert odd == pytest.approx(-reward, abs=1e-6)
@@ -65,6 +67,7 @@ def test_a_lone_odd_one_out_stays_bounded_with_leave_one_out(make_batch, alone, 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_group_of_one_is_zero_and_never_the_raw_reward(make_batch, alone, scale):
+    # Field bug A2.
     batch = make_batch([1.0, 1.0, 0.0], group=[0, 1, 1])
     advantages = GroupAdvantage(scale)(batch, alone)
     assert advantages[0] == 0

@@ -75,6 +75,7 @@ def test_a_domain_without_a_beta_is_refused(make_terms):
 @pytest.mark.parametrize("reference", [-100.0, -1.0, -0.01])
 @pytest.mark.parametrize("old", [-100.0, -1.0])
 def test_any_gap_is_finite_in_value_and_gradient(make_terms, dtype, kind, weighting, logp, reference, old):
+    # Field bug A5.
     # A policy at -100 nats, a reference at -1: k3 overflows to inf, and clamping it afterwards makes inf * 0 = NaN.
     terms = make_terms(
         [0.0],

@@ -94,6 +94,7 @@ def test_half_precision_log_probs_are_widened(make_batch, dtype):
 
 
 def test_truncated_completions_leave_as_if_absent_yet_stay_in_the_baseline(make_batch):
+    # Field bug A4.
     # Rewards 1 0 0, the third truncated: A = 2/3 -1/3 (-1/3), the loss is that of the first two alone: S = 2, T = 8.
     batch = make_batch([1, 0, 0], lengths=[4, 4, 4], truncated=torch.tensor([False, False, True]))
     for reduction in (SequenceMean(), TokenMean()):
@@ -104,7 +105,7 @@ def test_truncated_completions_leave_as_if_absent_yet_stay_in_the_baseline(make_
 
 
 def test_everything_filtered_is_a_loss_of_zero_with_a_graph(make_batch):
-    # Other ranks wait in the all-reduce of backward: it must happen here too, and not make a NaN.
+    # Field bug A4. Other ranks wait in the all-reduce of backward: it must happen here too, and not make a NaN.
     batch = make_batch([1, 0], lengths=[4, 4], truncated=torch.tensor([True, True]))
     objective = Objective(divergence=K3(), filters=[OverlongFilter()], entropy_coefficient=0.1)
     ready = replace(prepared(objective, batch), reference_logprobs=torch.zeros(0))
@@ -113,6 +114,19 @@ def test_everything_filtered_is_a_loss_of_zero_with_a_graph(make_batch):
     output.loss.backward()
     assert output.loss.item() == 0
     assert logprobs.grad.shape == (0,)
+
+
+def test_what_a_filter_drops_may_be_anything(make_batch):
+    # Field bug A4: masking by multiplication leaves NaN * 0 = NaN. A sequence that is dropped is nowhere.
+    nan = torch.tensor([-1.0, -1.0, math.nan, math.nan])
+    batch = make_batch([1, 0], lengths=[2, 2], truncated=torch.tensor([False, True]), sampler_logprobs=nan)
+    objective = Objective(corrections=[TruncatedIS()], filters=[OverlongFilter()])
+    ready, logprobs = prepared(objective, batch), torch.full((2,), -1.0, requires_grad=True)
+    output = objective.loss(ready, logprobs, torch.zeros(2))
+    output.loss.backward()
+    assert torch.isfinite(output.loss)
+    assert torch.isfinite(logprobs.grad).all()
+    assert all(math.isfinite(value) for value in output.rates.compute().values())
 
 
 def test_no_filter_returns_the_batch_itself(make_batch):
@@ -200,8 +214,8 @@ def test_kl_in_the_reward_by_hand(make_batch, alone):
     assert objective.needs_reference
     assert objective.needs_reference_before_advantages
     torch.testing.assert_close(objective.advantages(batch, alone), torch.tensor([0.4, -0.4]))
-    # The loss itself pays nothing, and the log still shows the KL.
-    ready = replace(batch, advantages=torch.zeros(2), weights=torch.ones(2))
+    # The loss itself pays nothing (2 tokens of 1, 1 of -2), and the log still shows the KL: (.5 + .5 - 1) / 3.
+    ready = replace(batch, advantages=torch.tensor([1.0, -2.0]), weights=torch.ones(2))
     output = objective.loss(ready, torch.full((3,), -1.0, requires_grad=True), torch.zeros(3))
     assert output.loss.item() == 0
     assert output.rates.compute()["optimization/kl_reference"] == pytest.approx(0.0)

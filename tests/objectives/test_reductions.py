@@ -48,7 +48,7 @@ def test_a_constant_loss_of_one_per_token_averages_to_one(batch, alone, part):
 
 
 def test_token_mean_of_unequal_completions_is_not_a_mean_of_means(make_batch, alone):
-    # Losses 10 on 1 token and 1 on 9: 19 / 10 = 1.9, where the mean of micro-batch means is 5.5.
+    # Field bug A3. Losses 10 on 1 token and 1 on 9: 19 / 10 = 1.9, where the mean of micro-batch means is 5.5.
     batch = make_batch([0, 0], lengths=[1, 9])
     weights = TokenMean()(batch, Counts.of(batch, alone))
     per_token = torch.tensor([10.0] + [1.0] * 9)
@@ -66,6 +66,7 @@ def _with(batches, weights):
 
 
 def test_constant_length_knows_nothing_of_the_width_at_hand(make_batch, alone):
+    # Field bug A3: not by the padded width of the batch at hand.
     for lengths in ([1, 2], [1, 7]):
         batch = make_batch([0, 0], lengths=lengths)
         assert ConstantLength(10)(batch, Counts.of(batch, alone)).tolist() == pytest.approx([0.05, 0.05])

@@ -44,7 +44,7 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-# Randomness: field bug A11.
+# Randomness. Field bug A11.
 
 
 @pytest.mark.parametrize("architecture", NOISY)

@@ -206,6 +206,7 @@ def test_a_batch_that_moves_shadows_only_is_not_trained_on(policy: Policy, refer
 
 
 def test_groups_without_signal_pay_kl_unless_they_are_filtered(policy: Policy, reference: Policy) -> None:
+    # Field bug A6.
     batch = make_rollout()
     batch = replace(batch, rewards=torch.ones_like(batch.rewards))
     _, paid = gradient_of(policy, Objective(divergence=K3(beta=0.1)), batch, 9999, True, reference)

@@ -65,7 +65,7 @@ def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped(
 
 
 @pytest.mark.parametrize("old_policy", ["logprobs", "weights"])
-@pytest.mark.parametrize(("num_updates", "num_epochs"), [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("num_updates", "num_epochs"), [(2, 1), (3, 1), (1, 3), (2, 2)])
 def test_later_updates_compare_with_the_weights_before_the_first(
     make_module: Callable,
     make_data: Callable,
@@ -74,11 +74,12 @@ def test_later_updates_compare_with_the_weights_before_the_first(
     num_updates: int,
     num_epochs: int,
 ) -> None:
+    # Field bug A10. A budget of 2 tokens makes every sequence a micro-batch: accumulation changes none of it.
     recorder = Recorder()
     data = make_data(num_updates=num_updates, num_epochs=num_epochs)
     per_rollout = num_updates * num_epochs
     make_trainer(max_steps=2 * per_rollout, callbacks=[recorder]).fit(
-        make_module(old_policy=old_policy), datamodule=data
+        make_module(old_policy=old_policy, max_tokens_per_micro_batch=2), datamodule=data
     )
     assert len(recorder.steps) == 2 * per_rollout  # global_step counts optimizer steps
     for k, step in enumerate(recorder.steps):
@@ -198,7 +199,7 @@ def test_held_out_prompts_are_scored_before_the_first_step_and_on_schedule(
     ("changes", "message"),
     [
         ({"sampling": Sampling(temperature=0.0)}, "data.sampling.temperature"),
-        ({"sampling": Sampling(completions=1)}, "data.sampling.completions"),
+        ({"sampling": Sampling(completions=1)}, "data.sampling.completions"),  # field bug A2
         ({"num_updates": 5}, "data.num_updates"),
         ({"prompts_per_rollout": 13}, "data.prompts_per_rollout"),
         ({"max_prompt_tokens": 600}, "data.max_prompt_tokens"),

@@ -24,6 +24,7 @@ def test_policy_gradient_by_hand(make_terms, dtype):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (1.0, 1.0), (1.5, 1.28), (10.0, 1.28)])
 def test_cispo_weighs_every_token_and_never_differentiates_the_ratio(make_terms, dtype, advantage, ratio, weight):
+    # Field bug A8.
     # Cap 1 + .28. d f / d logp = sg(clip(r)) A: 1.28 A at r = 1.5, where PPO would have nothing for A > 0.
     terms = make_terms([math.log(ratio)], [advantage], dtype=dtype)
     out, grad = gradient(terms, CISPO(high=0.28))

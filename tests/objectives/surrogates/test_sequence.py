@@ -64,6 +64,7 @@ def test_gspo_token_keeps_gradients_apart_and_gspo_does_not(make_terms):
 
 
 def test_equal_weight_per_sequence_however_long(make_terms):
+    # Field bug A7.
     # Lengths 1 and 4, A = 1 and -1, ratio 1, w = 1 / (2 len): the loss is 0. A [2, 1] value broadcast over [2, 4]
     # tokens and averaged gave .6.
     terms = make_terms([0.0] * 5, [1.0, -1.0], lengths=[1, 4])
@@ -93,6 +94,7 @@ def test_gmpo_with_no_advantage_has_no_value(make_terms):
 
 @pytest.mark.parametrize("part", [SequenceClip(), SequenceClip(ratio="product"), SequenceTokenClip(), GeometricMean()])
 def test_sequences_do_not_touch_each_other_and_may_be_empty(make_terms, part):
+    # Field bug A7: there is no padded token, and no other sequence's token moves a ratio.
     terms = make_terms([0.01, 0.02, -0.5], [1.0, 1.0, -1.0], lengths=[2, 0, 1])
     (grad,) = torch.autograd.grad(part(terms).value[:2].sum(), terms.logprobs)
     assert grad[2] == 0
