@@ -12,6 +12,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.evaluating import EvaluatingModule
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.policy.sharding import shard, whole
 
 
 class ModelsModule(EvaluatingModule):
@@ -64,6 +65,22 @@ class ModelsModule(EvaluatingModule):
             self.reference = self._frozen_copy()
         if self._needs_old_policy:
             self.old_policy = self._frozen_copy()
+        self._shard()
+
+    def _shard(self) -> None:
+        """Spread what was loaded over the ranks, under a strategy that has a mesh."""
+        strategy, mesh = self.trainer.strategy, self._device_mesh
+        if mesh is None:
+            return
+        if mesh["tensor_parallel"].size() > 1:
+            raise ConfigError(
+                f"`trainer.strategy` expected a tensor-parallel size of 1, but got {mesh['tensor_parallel'].size()}: "
+                "use grpo_lit.strategies.FSDP2"
+            )
+        keep, offload = getattr(strategy, "reshard_after_forward", True), getattr(strategy, "cpu_offload", False)
+        for policy in (self.policy, self.reference, self.old_policy):
+            if policy is not None:
+                shard(policy, mesh["data_parallel"], keep, offload)
 
     def _frozen_copy(self) -> Policy:
         return copy.deepcopy(self.policy).requires_grad_(False).eval()
@@ -79,17 +96,19 @@ class ModelsModule(EvaluatingModule):
             old.lerp_(new.to(old.dtype), 1 - decay)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under their Hugging Face names."""
-        yield from self.policy.model.state_dict().items()
+        """Yield the policy's weights, whole, one at a time, under their Hugging Face names; all ranks must go along."""
+        for name, tensor in self.policy.model.state_dict().items():
+            yield name, whole(tensor)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which model this is, for exporting it."""
-        checkpoint["grpo_lit"] = {"format": 1, "checkpoint": self.checkpoint}
+        models = [name for name in ("policy", "reference", "old_policy") if getattr(self, name) is not None]
+        checkpoint["grpo_lit"] = {"format": 1, "checkpoint": self.checkpoint, "models": models}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint with a reference or an old policy where this run has none, or the reverse."""
         self.resumed_step = checkpoint["global_step"]
-        held = {name.split(".")[0] for name in checkpoint["state_dict"]}
+        held = checkpoint["grpo_lit"].get("models") or {name.split(".")[0] for name in checkpoint["state_dict"]}
         keys = {"reference": "model.objective.divergence` or `model.shadows", "old_policy": "model.old_policy"}
         for name, key in keys.items():
             if (name in held) != (getattr(self, name) is not None):

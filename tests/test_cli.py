@@ -52,7 +52,7 @@ def words(subcommand: str, *files: Path | str) -> list[str]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_overlay_trains_a_step(overlay: str, tiny_yaml: Path) -> None:
-    single = ["--trainer.strategy", "auto", "--trainer.devices", "1"]  # two processes: tests/runs/test_ddp.py
+    single = ["--trainer.strategy", "auto", "--trainer.devices", "1"]  # two processes: tests/runs/test_ranks.py
     cli = run([*words("fit", CONFIGS / "base.yaml", CONFIGS / overlay, tiny_yaml), *single])
     assert cli.trainer.global_step == 2
     assert cli.trainer.callback_metrics["optimization/grad_norm"] > 0

@@ -1,0 +1,5 @@
+"""Lightning strategies that need nothing but their name."""
+
+from grpo_lit.strategies.fsdp2 import FSDP2
+
+__all__ = ["FSDP2"]

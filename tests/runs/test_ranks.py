@@ -1,0 +1,130 @@
+"""Two gloo processes, whole or in shards, end where one process ends: same prompts, samples and parameters."""
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from grpo_lit.export import export
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+OVERLAY = """
+trainer:
+  max_steps: 3
+  accelerator: cpu
+  enable_progress_bar: false
+  enable_model_summary: false
+  num_sanity_val_steps: 0
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: null}}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
+model:
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5}}
+  gradient_clip_norm: 0.5
+  max_tokens_per_micro_batch: 60
+data:
+  engine: {class_path: TransformersEngine, init_args: {device: cpu}}
+  train: {class_path: toys.Letters}
+  val: null
+  rewards: {rewards: {some: {reward: {class_path: REWARD}}}, correct: some, correct_at: 0.5}
+  sampling: {max_tokens: 6, completions: 3}
+  prompts_per_rollout: 5
+  max_prompt_tokens: 100
+  num_updates: UPDATES
+"""
+
+
+def run(
+    folder: Path,
+    checkpoint: Path,
+    strategy: str,
+    recipe: str = "grpo",
+    reward: str = "toys.EvenShare",
+    updates: int = 1,
+    resume: Path | None = None,
+    **trainer: Any,
+) -> Path:
+    """Fit in processes of its own, and return the last checkpoint."""
+    folder.mkdir()
+    overlay = yaml.safe_load(OVERLAY.replace("REWARD", reward).replace("UPDATES", str(updates)))
+    overlay["model"]["checkpoint"] = str(checkpoint)
+    overlay["trainer"] |= trainer
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(overlay))
+    files = [CONFIGS / f"{name}.yaml" for name in ("base", f"recipe/{recipe}", f"strategy/{strategy}")]
+    words = [word for file in [*files, "tiny.yaml"] for word in ("--config", str(file))]
+    command = [sys.executable, "-m", "grpo_lit", "fit", *words, *(["--ckpt_path", str(resume)] if resume else [])]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = [str(Path(__file__).parents[1] / "helpers"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "saved" / "step=3.ckpt"
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["global_step"] == 3
+    return state["state_dict"]
+
+
+#: FSDP2 writing what the other strategies write, to compare with them.
+IN_ONE_FILE = {"strategy": {"init_args": {"save_distributed_checkpoint": False}}}
+
+
+# 5 prompts on 2 ranks are 3 and 2. Of SomePrompts every second prompt has no signal: a rank may have none at all.
+@pytest.mark.parametrize(
+    ("recipe", "reward", "updates", "strategies"),
+    [("grpo", "toys.SomePrompts", 1, ["ddp", "fsdp2"]), ("dapo", "toys.EvenShare", 2, ["ddp", "fsdp2"])],
+)
+def test_two_processes_equal_one(
+    tmp_path: Path, tiny_model_path: Path, recipe: str, reward: str, updates: int, strategies: list[str]
+) -> None:
+    fit = partial(run, checkpoint=tiny_model_path, reward=reward, recipe=recipe, updates=updates)
+    one = weights(fit(tmp_path / "one", strategy="single"))
+    for strategy in strategies:
+        options = IN_ONE_FILE if strategy == "fsdp2" else {}
+        end = fit(tmp_path / strategy, strategy=strategy, **options)
+        two = weights(end)
+        assert_equal_and_moved(one, two, tiny_model_path)
+        if updates > 1:  # resumed between the two steps of a rollout, each rank needs its own share of it back
+            stopped = end.with_name("step=1.ckpt")
+            again = weights(fit(tmp_path / f"{strategy} again", strategy=strategy, resume=stopped, **options))
+            assert again.keys() == two.keys()
+            for name, tensor in two.items():
+                torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
+
+
+def assert_equal_and_moved(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], start: Path) -> None:
+    before = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    moved = max(float((one[f"policy.model.{name}"] - tensor).abs().max()) for name, tensor in before.items())
+    assert moved > 1e-3  # or nothing is compared
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            two[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_shards_of_two_ranks_go_on_on_one_and_back(tmp_path: Path, tiny_model_path: Path) -> None:
+    one = weights(run(tmp_path / "one", tiny_model_path, "single"))
+    two = run(tmp_path / "two", tiny_model_path, "fsdp2")
+    assert sorted(file.name for file in two.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+    stopped = two.with_name("step=1.ckpt")
+    alone = run(tmp_path / "alone", tiny_model_path, "fsdp2", resume=stopped, devices=1)
+    back = run(tmp_path / "back", tiny_model_path, "fsdp2", resume=alone.with_name("step=2.ckpt"))
+    for end in (two, alone, back):
+        exported = AutoModelForCausalLM.from_pretrained(export(end, tmp_path / f"exported from {end.parts[-3]}"))
+        for name, tensor in exported.state_dict().items():
+            torch.testing.assert_close(tensor, one[f"policy.model.{name}"], rtol=1e-5, atol=1e-6)
