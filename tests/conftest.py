@@ -11,7 +11,8 @@ from pathlib import Path
 
 # Set before torch and transformers are imported, and inherited by the engines' processes. The hub is never asked:
 # tests need a package index at most, and transformers would try an unreachable hub for 24 s per file.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads of two test processes that wait for each other cost far more than the arithmetic: one each.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -35,6 +36,8 @@ ALLOWED_SKIPS = re.compile(
     r"|peer not installed"  # another project's functions, to agree with
     r"|only on a CPU installation",  # what the lock holds
 )
+#: Files that take longest: tests of several processes, and of a real engine.
+LONGEST = ("runs/test_ranks.py", "rollouts/test_vllm", "runs/test_export.py")
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 PAD, IM_END, END_OF_TEXT = 0, 2, 3
 VOCABULARY = len(SPECIAL) + 256
@@ -161,10 +164,17 @@ def smollm2_path() -> Path:
 def _same_start() -> None:
     """Give every test the same random state and threads, whatever ran before."""
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # A file's tests share its fixtures; all that need a real vLLM share one engine and the memory for it.
+        shared = "vllm" if item.get_closest_marker("vllm") else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(shared))
+    # The longest first, or one process waits for the other's last file.
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
