@@ -37,8 +37,9 @@ def shard(policy: Policy, mesh: DeviceMesh, reshard_after_forward: bool = True, 
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for layer in decoder_layers(policy):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload)
-    # The embeddings and the head: needed at once again by backward, whatever the layers do.
-    fully_shard(policy, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+    # The embeddings and the head: backward needs them at once again; a frozen policy has none and lets them go.
+    frozen = not any(parameter.requires_grad for parameter in policy.parameters())
+    fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, offload_policy=offload)
 
 
 def whole(tensor: Tensor) -> Tensor:

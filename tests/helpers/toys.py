@@ -1,7 +1,14 @@
 """Small parts that tests plug into the real training path."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from grpo_lit.data.source import PromptSource
 from grpo_lit.rewards.reward import Reward
@@ -47,3 +54,18 @@ class SomePrompts(Reward):
         if int(prompt.id.rsplit("/", 1)[1]) % 2:
             return [0.0] * len(completions)
         return EvenShare()(prompt, completions)
+
+
+class Footprint(Callback):
+    """Writes what a rank holds before its last step: bytes of parameters, gradients and optimizer states."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        kinds = {"parameters": [*pl_module.parameters()], "gradients": gradients, "states": states}
+        held = {kind: sum(_local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
+        Path(f"footprint{trainer.global_rank}.json").write_text(json.dumps(held))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

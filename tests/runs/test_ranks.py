@@ -1,5 +1,6 @@
 """Two gloo processes, whole or in shards, end where one process ends: same prompts, samples and parameters."""
 
+import json
 import os
 import socket
 import subprocess
@@ -28,8 +29,9 @@ trainer:
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
+    - class_path: toys.Footprint
 model:
-  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5}}
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5, momentum: 0.5}}
   gradient_clip_norm: 0.5
   max_tokens_per_micro_batch: 60
 data:
@@ -124,6 +126,14 @@ def test_shards_of_two_ranks_go_on_on_one_and_back(tmp_path: Path, tiny_model_pa
     stopped = two.with_name("step=1.ckpt")
     alone = run(tmp_path / "alone", tiny_model_path, "fsdp2", resume=stopped, devices=1)
     back = run(tmp_path / "back", tiny_model_path, "fsdp2", resume=alone.with_name("step=2.ckpt"))
+    # Parameters, gradients and momentum lie on the two ranks in halves, to within the rows that do not divide.
+    whole, *halves = (
+        json.loads((folder / f"footprint{rank}.json").read_text())
+        for folder, rank in ((tmp_path / "one", 0), (tmp_path / "two", 0), (tmp_path / "two", 1))
+    )
+    for kind, size in whole.items():
+        assert sum(half[kind] for half in halves) == size
+        assert max(half[kind] for half in halves) <= 0.52 * size, kind
     for end in (two, alone, back):
         exported = AutoModelForCausalLM.from_pretrained(export(end, tmp_path / f"exported from {end.parts[-3]}"))
         for name, tensor in exported.state_dict().items():
