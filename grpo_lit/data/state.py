@@ -52,7 +52,7 @@ def without_groups(collector: dict[str, Any]) -> dict[str, Any]:
         rank_zero_warn(
             "stored groups of the checkpoint are dropped: they were made with other `data.sampling` or `data.rewards`"
         )
-    state = {**collector, "waiting": {"serials": [], "versions": [], "groups": {}}}
+    state = {**collector, "waiting": {"serials": [], "versions": [], "drawn": [], "groups": {}}}
     if state["replay"] is not None:
         state["replay"] = {"entries": [], "groups": {}}
     return state

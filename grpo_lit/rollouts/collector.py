@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any, Literal, cast
 
 import torch
@@ -29,8 +29,8 @@ class DynamicSampling:
     Args:
         oversample: Prompts of a round over the groups that are still missing.
         max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
-        max_age: Optimizer steps that a surplus group may wait; 0 drops it at once. A rollout of several updates is as
-            many steps.
+        max_age: Rollouts that a surplus group may wait for; 0 drops it at once. In optimizer steps, which is what
+            ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
         signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
 
     Raises:
@@ -73,16 +73,31 @@ class Collected:
 
 @dataclass
 class _Pool:
-    """Groups by serial number on their way into a rollout: what every rank knows, and what this one holds."""
+    """Groups by serial number on their way into a rollout: what every rank knows, and what this one holds.
+
+    Attributes:
+        serials: Their numbers.
+        versions: Weights that sampled each.
+        drawn: Number of the rollout that each was drawn for.
+        mine: Those that this rank holds.
+    """
 
     serials: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
     mine: dict[int, Group] = field(default_factory=dict)
 
+    def add(self, serial: int, version: int, drawn: int) -> None:
+        self.serials.append(serial)
+        self.versions.append(version)
+        self.drawn.append(drawn)
+
     def keep(self, chosen: Sequence[bool]) -> "_Pool":
-        pairs = [p for p, yes in zip(zip(self.serials, self.versions, strict=True), chosen, strict=True) if yes]
-        serials = [serial for serial, _ in pairs]
-        return _Pool(serials, [v for _, v in pairs], {s: self.mine[s] for s in serials if s in self.mine})
+        kept = _Pool()
+        for serial, version, drawn in compress(zip(self.serials, self.versions, self.drawn, strict=True), chosen):
+            kept.add(serial, version, drawn)
+        kept.mine = {serial: self.mine[serial] for serial in kept.serials if serial in self.mine}
+        return kept
 
 
 class Collector:
@@ -108,7 +123,7 @@ class Collector:
         self.sampler, self.reward_names, self.dynamic, self.replay = sampler, list(reward_names), dynamic, replay
         self._next_serial = 0
         self._waiting = _Pool()
-        self._tokens = 0
+        self._rollouts = self._tokens = 0
 
     def collect(
         self,
@@ -127,8 +142,8 @@ class Collector:
             ranks: All processes.
             version: ``global_step`` of the engine's weights.
         """
-        oldest = version - (self.dynamic.max_age if self.dynamic else 0)
-        pool = self._waiting.keep([v >= oldest for v in self._waiting.versions])
+        oldest = self._rollouts - (self.dynamic.max_age if self.dynamic else 0)
+        pool = self._waiting.keep([drawn >= oldest for drawn in self._waiting.drawn])
         rates, solved = self._figures_of([]), dict[str, float]()
         for name in self.sampler.rewards.counters():
             rates.add(f"reward/{name}", torch.zeros(0))
@@ -154,6 +169,7 @@ class Collector:
         self._log(rates, pool, {name: float(value) for name, value in figures.items()})
         places = [place for place, serial in enumerate(pool.serials) if serial in pool.mine]
         groups = [pool.mine[pool.serials[place]] for place in places]
+        self._rollouts += 1
         return Collected(groups, places, len(pool.serials), rates, solved, self._tokens - tokens)
 
     def _ask(
@@ -185,8 +201,8 @@ class Collector:
         rates.merge(self._figures_of([(group, bool(worth[i])) for i, group in zip(mine, groups, strict=True)]))
         worth, right = ranks.sum(worth), ranks.sum(right)
         kept = worth.nonzero()[:, 0].tolist()
-        pool.serials += [self._next_serial + i for i in kept]
-        pool.versions += [version] * len(kept)
+        for i in kept:
+            pool.add(self._next_serial + i, version, self._rollouts)
         pool.mine |= {self._next_serial + i: group for i, group in zip(mine, groups, strict=True) if worth[i]}
         self._next_serial += len(prompts)
         return right.tolist()
@@ -229,8 +245,7 @@ class Collector:
         pool.mine |= groups
         for entry, place in zip_longest(entries, idle[: len(entries)]):
             if place is None:
-                pool.serials.append(entry.serial)
-                pool.versions.append(entry.version)
+                pool.add(entry.serial, entry.version, self._rollouts)
             else:
                 pool.serials[place], pool.versions[place] = entry.serial, entry.version
         return len(entries)
@@ -253,10 +268,12 @@ class Collector:
         waiting = self._waiting
         return {
             "next_serial": self._next_serial,
+            "rollouts": self._rollouts,
             "tokens": self._tokens,
             "waiting": {
                 "serials": list(waiting.serials),
                 "versions": list(waiting.versions),
+                "drawn": list(waiting.drawn),
                 "groups": dict(waiting.mine),
             },
             "replay": None if self.replay is None else self.replay.state_dict(),
@@ -265,8 +282,11 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         self._next_serial = state["next_serial"]
-        self._tokens = state.get("tokens", 0)  # not counted in older checkpoints
+        # Not counted in older checkpoints: what waits there was drawn for the last rollout.
+        self._tokens, self._rollouts = state.get("tokens", 0), state.get("rollouts", 0)
         waiting = state["waiting"]
-        self._waiting = _Pool(list(waiting["serials"]), list(waiting["versions"]), dict(waiting["groups"]))
+        serials, versions = list(waiting["serials"]), list(waiting["versions"])
+        drawn = list(waiting.get("drawn", [self._rollouts - 1] * len(serials)))
+        self._waiting = _Pool(serials, versions, drawn, dict(waiting["groups"]))
         if self.replay is not None and state["replay"] is not None:
             self.replay.load_state_dict(state["replay"])

@@ -24,7 +24,7 @@ class Replay:
 
     Args:
         capacity: Groups held over all ranks; the lowest priority makes room, the oldest one of equals.
-        max_age: Optimizer steps after which a group is dropped.
+        max_age: Optimizer steps after which a group is dropped: the bound on staleness, whatever a rollout's steps.
         max_uses: How often a group comes back.
         hardness: 0 looks at the spread of rewards only; larger prefers groups in which few were right.
 

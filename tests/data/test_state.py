@@ -90,6 +90,6 @@ def test_groups_of_other_settings_are_dropped_with_a_warning() -> None:
     state = own_share(written(), rank(0, 2))["collector"]
     with pytest.warns(UserWarning, match=r"dropped.*data\.sampling.*data\.rewards"):
         empty = without_groups(state)
-    assert empty["waiting"] == {"serials": [], "versions": [], "groups": {}}
+    assert empty["waiting"] == {"serials": [], "versions": [], "drawn": [], "groups": {}}
     assert empty["replay"] == {"entries": [], "groups": {}}
     assert empty["next_serial"] == 9

@@ -97,11 +97,27 @@ def test_rounds_fill_the_rollout_and_the_surplus_waits() -> None:
     assert got.rates.compute()["exploration/carried"] == 2
 
 
-@pytest.mark.parametrize(("max_age", "first"), [(0, 6), (1, 6), (2, 4)])
-def test_a_surplus_group_waits_for_max_age_steps(max_age: int, first: int) -> None:
-    _, collect = collector(lambda n: True, DynamicSampling(max_age=max_age))
-    collect(4, version=0)
-    assert names(collect(4, version=2))[0] == first
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("max_age", "firsts"), [(0, [0, 6, 12]), (1, [0, 2, 6]), (2, [0, 2, 4])])
+def test_a_surplus_group_waits_for_max_age_rollouts_of_any_number_of_steps(
+    max_age: int, firsts: list[int], steps: int
+) -> None:
+    # 2 wanted, 6 asked: 0 1 are the rollout, 2 to 5 wait. The next takes 2 3, the one after it 4 5, unless too old.
+    _, collect = collector(lambda n: True, DynamicSampling(oversample=3.0, max_age=max_age))
+    assert [names(collect(2, version=steps * rollout))[0] for rollout in range(3)] == firsts
+
+
+def test_groups_that_wait_in_an_older_checkpoint_were_drawn_for_the_last_rollout() -> None:
+    made, collect = collector(lambda n: True, DynamicSampling())
+    collect(4)
+    state = made.state_dict()
+    del state["rollouts"], state["waiting"]["drawn"], state["tokens"]
+    copy, collect = collector(lambda n: True, DynamicSampling())
+    copy.load_state_dict(state)
+    assert names(collect(2, version=8)) == [4, 5]
+    copy.load_state_dict(state)
+    assert copy.collect(1, Prompts().take, SAMPLING, ALONE, 8).groups[0].prompt.id == "4"
+    assert names(copy.collect(1, Prompts().take, SAMPLING, ALONE, 16)) == [0]  # 5 has waited for two rollouts
 
 
 def test_a_surplus_larger_than_a_rollout_needs_no_new_prompt() -> None:
