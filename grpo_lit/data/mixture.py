@@ -72,15 +72,25 @@ class Mixture(PromptSource):
 
     def __getitem__(self, index: int) -> Prompt:
         """Return prompt ``index``: the parts lie one after the other."""
+        name, position, again = self._place(index)
+        part = self.parts[name]
+        prompt = part.source[position]
+        return replace(prompt, id=f"{name}/{prompt.id}{again}", domain=part.domain or prompt.domain)
+
+    def prompt_id(self, index: int) -> str:
+        """Return the id of prompt ``index``."""
+        name, position, again = self._place(index)
+        return f"{name}/{self.parts[name].source.prompt_id(position)}{again}"
+
+    def _place(self, index: int) -> tuple[str, int, str]:
+        """Return the part of prompt ``index``, its index in there, and what tells a repeat from the first."""
         if not 0 <= index < len(self):
             raise IndexError(f"`index` expected 0 to {len(self) - 1}, but got {index}")
         which = bisect_right(self._ends, index)
         name = list(self.parts)[which]
-        part = self.parts[name]
-        repeat, position = divmod(index - (self._ends[which] - self.counts[name]), len(part.source))
-        prompt = part.source[position]
-        again = f"#{repeat}" if repeat else ""
-        return replace(prompt, id=f"{name}/{prompt.id}{again}", domain=part.domain or prompt.domain)
+        start = self._ends[which] - self.counts[name]
+        repeat, position = divmod(index - start, len(self.parts[name].source))
+        return name, position, f"#{repeat}" if repeat else ""
 
 
 def _apportion(size: int, shares: dict[str, float]) -> dict[str, int]:

@@ -96,7 +96,7 @@ class ReasoningGym(PromptSource):
             raise IndexError(f"`index` expected 0 to {self.size - 1}, but got {index}")
         entry = self._heldout[index] if self.split == "heldout" else self._train(index)
         return Prompt(
-            id=f"{self.task}/{self.split}/{index}",
+            id=self.prompt_id(index),
             question=entry["question"],
             answer=None if entry["answer"] is None else str(entry["answer"]),
             domain=self.domain,
@@ -106,6 +106,10 @@ class ReasoningGym(PromptSource):
                 "entry": plain(entry["metadata"]),
             },
         )
+
+    def prompt_id(self, index: int) -> str:
+        """Return the id of prompt ``index``, without making it."""
+        return f"{self.task}/{self.split}/{index}"
 
     def _check_numbers(self) -> None:
         if self.size < 1:

@@ -21,6 +21,10 @@ class PromptSource(ABC):
             IndexError: Where ``index`` is not in ``range(len(self))``, which also ends a ``for`` loop over the source.
         """
 
+    def prompt_id(self, index: int) -> str:
+        """Return the id of prompt ``index``; worth overriding where that is cheaper than making the prompt."""
+        return self[index].id
+
 
 def is_heldout(question: str, fraction: float) -> bool:
     """Tell whether a question belongs to the held-out split.

@@ -27,7 +27,8 @@ class PromptStream:
         tokenizer: Of the policy.
         max_prompt_tokens: Longer prompts are left out.
         seed: Of the order.
-        passes_over: Told a prompt's id and the epoch, whether to go on to the next one; ``None``: never.
+        passes_over: Told a prompt's id and the epoch, whether to go on to the next one; ``None``: never. Where it has
+            gone on through as many prompts in a row as the source has, the rest of that pass is asked without it.
 
     Attributes:
         epoch: Which pass over the source the next prompt belongs to, unless the pass is over.
@@ -52,7 +53,10 @@ class PromptStream:
         template.check(tokenizer)
         self.source, self.template, self.tokenizer = source, template, tokenizer
         self.max_prompt_tokens, self.seed = max_prompt_tokens, seed
-        self._passes_over = passes_over or (lambda prompt, epoch: False)
+        self._passes_over = passes_over
+        #: Epoch in which no prompt is passed over any more; -1: none.
+        self._asks_all_in = -1
+        self._warned = False
         self.epoch = 0
         self.dropped_long = self.passed_over = 0
         self._position = 0
@@ -69,20 +73,40 @@ class PromptStream:
         Raises:
             ConfigError: Where a whole epoch holds no prompt that is short enough.
         """
+        passed_over = 0
         while True:
             if self._position == len(self._order):
                 self._end_epoch()
             index = self._order[self._position]
             self._position += 1
-            prompt = self.source[index]
-            if self._passes_over(prompt.id, self.epoch):
-                self.passed_over += 1
+            if passed_over == len(self._order):
+                self._ask_all()
+            if self._goes_on_from(index):
+                passed_over += 1
                 continue
-            prompt = self.template.render(self.tokenizer, prompt)
+            prompt = self.template.render(self.tokenizer, self.source[index])
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt, self.epoch
             self.dropped_long += 1
             self._dropped_in_epoch += 1
+
+    def _goes_on_from(self, index: int) -> bool:
+        if self._passes_over is None or self._asks_all_in == self.epoch:
+            return False
+        passes = self._passes_over(self.source.prompt_id(index), self.epoch)
+        self.passed_over += passes
+        return passes
+
+    def _ask_all(self) -> None:
+        """Pass over nothing more in this epoch."""
+        self._asks_all_in = self.epoch
+        if not self._warned:
+            rank_zero_warn(
+                f"`data.rollout.curriculum` passed over {len(self._order)} prompts in a row, as many as there are: "
+                f"what is left of epoch {self.epoch} is asked without it. Hardly a prompt has signal: change the task, "
+                "or raise `data.rollout.curriculum.revisit`"
+            )
+        self._warned = True
 
     def take(self, n: int) -> list[tuple[Prompt, int]]:
         """Return the next n prompts, each with its epoch.
@@ -118,6 +142,7 @@ class PromptStream:
             "position": self._position,
             "dropped_long": self.dropped_long,
             "dropped_in_epoch": self._dropped_in_epoch,
+            "asks_all_in": self._asks_all_in,
             "seed": self.seed,
             "size": len(self.source),
             "first_id": self.source[0].id,
@@ -139,6 +164,7 @@ class PromptStream:
                 )
         self.epoch, self._position = state["epoch"], state["position"]
         self.dropped_long, self._dropped_in_epoch = state["dropped_long"], state["dropped_in_epoch"]
+        self._asks_all_in = state.get("asks_all_in", -1)  # absent in older checkpoints
         self._order = self._permutation()
 
     def _end_epoch(self) -> None:

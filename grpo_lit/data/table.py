@@ -79,6 +79,10 @@ class Table(PromptSource):
         """Return how many rows are asked."""
         return len(self._kept)
 
+    def prompt_id(self, index: int) -> str:
+        """Return the id of prompt ``index``: without reading the row, where that is its place."""
+        return self._rows.name(self._kept[index]) if self.fields.id is None else self[index].id
+
     def __getitem__(self, index: int) -> Prompt:
         """Return prompt ``index``, read again from the table."""
         if not 0 <= index < len(self):

@@ -17,6 +17,9 @@ from grpo_lit.errors import ConfigError, RewardError
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rollout import Group
 
+#: Batches hold rewards in float32, in which a larger number is infinite.
+LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass
 class WeightedReward:
@@ -82,13 +85,14 @@ class RewardCombination:
         """Fill ``group.scores``, ``group.rewards`` and ``group.correct``.
 
         Raises:
-            RewardError: Where a reward fails or returns anything but one finite number or ``None`` per completion.
+            RewardError: Where a reward fails or returns anything but one finite number or ``None`` per completion, or
+                where a total is too large.
         """
         scores = {name: self._timed_scores(name, part.reward, group) for name, part in self.rewards.items()}
         correct = [None if s is None else s >= self.correct_at for s in scores[self.correct]]
         group.scores, group.correct = scores, correct
         group.rewards = [
-            self._total({name: column[i] for name, column in scores.items()}, correct[i] is True)
+            self._total({name: column[i] for name, column in scores.items()}, correct[i] is True, group, i)
             for i in range(len(group.completions))
         ]
 
@@ -112,13 +116,20 @@ class RewardCombination:
         self.seconds[name] += time.perf_counter() - started  # type: ignore[assignment]  # typed for whole counts
         return scores
 
-    def _total(self, scores: dict[str, float | None], correct: bool) -> float | None:
-        parts = [
-            self.rewards[name].weight * score
+    def _total(self, scores: dict[str, float | None], correct: bool, group: Group, sample: int) -> float | None:
+        parts = {
+            name: self.rewards[name].weight * score
             for name, score in scores.items()
             if score is not None and (correct or not self.rewards[name].conditional)
-        ]
-        return sum(parts) if parts else None
+        }
+        total = sum(parts.values())
+        if not abs(total) <= LARGEST:
+            name = max(parts, key=lambda part: abs(parts[part]))
+            raise RewardError(
+                f"the total reward of prompt {group.prompt.id!r}, sample {sample}, expected a number that float32 "
+                f"holds, but got {total}: {name!r} counts {parts[name]:.3g} in it, lower its scores or its `weight`"
+            )
+        return total if parts else None
 
 
 def checked_scores(name: str, reward: Reward, group: Group) -> list[float | None]:
@@ -167,6 +178,8 @@ def _number(score: Any, where: str) -> float | None:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"{where} expected a finite number, but got {number}: return None where it cannot judge")
+    if not abs(number) <= LARGEST:
+        raise RewardError(
+            f"{where} expected a finite number that float32 holds, but got {number}: return None where it cannot judge"
+        )
     return number

@@ -17,6 +17,9 @@ from grpo_lit.rollout import Group, Prompt, Sampling
 from grpo_lit.rollouts.replay import Entry, ReplayBuffer
 from grpo_lit.rollouts.sampler import Sampler
 
+#: A larger factor is a mistake: where one prompt in a thousand has signal, the task is at fault.
+MOST_OVERSAMPLE = 1000.0
+
 
 @dataclass(frozen=True)
 class DynamicSampling:
@@ -27,7 +30,8 @@ class DynamicSampling:
     missing: active sampling (OLMo 3, https://arxiv.org/abs/2512.13961).
 
     Args:
-        oversample: Prompts of a round over the groups that are still missing.
+        oversample: Prompts of a round over the groups that are still missing; a round is one pass over the source at
+            most.
         max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
         max_age: Rollouts that a surplus group may wait for; 0 drops it at once. In optimizer steps, which is what
             ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
@@ -44,9 +48,14 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         """Refuse a setting under which a rollout could never be filled."""
-        for name, bound in {"oversample": 1, "max_rounds": 1, "max_age": 0}.items():
+        if not 1 <= self.oversample <= MOST_OVERSAMPLE:
+            raise ConfigError(
+                f"`data.rollout.dynamic_sampling.oversample` expected 1 to {MOST_OVERSAMPLE:g}, but got "
+                f"{self.oversample}"
+            )
+        for name, bound in {"max_rounds": 1, "max_age": 0}.items():
             value = getattr(self, name)
-            if not (value >= bound and math.isfinite(value)):
+            if value < bound:
                 raise ConfigError(f"`data.rollout.dynamic_sampling.{name}` expected to be >= {bound}, but got {value}")
 
 

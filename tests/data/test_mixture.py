@@ -19,6 +19,7 @@ def test_each_source_has_its_share_and_keeps_its_prompts() -> None:
     assert [p.question for p in prompts] == [Letters(12)[i].question for i in [0, 1, 0, 1, 2, 3, 4, 5]]
     assert [p.domain for p in prompts] == [Letters(12)[0].domain] * 2 + ["hard"] * 6
     assert len({prompt.id for prompt in prompts}) == 8
+    assert [mixture.prompt_id(i) for i in range(8)] == [prompt.id for prompt in prompts]
     with pytest.raises(IndexError, match="0 to 7"):
         mixture[8]
 
@@ -34,6 +35,7 @@ def test_a_small_source_starts_again_under_new_ids() -> None:
     ids = [mixture[i].id for i in range(5)]
     assert len(set(ids)) == 5
     assert mixture[0].question == mixture[2].question == mixture[4].question
+    assert [mixture.prompt_id(i) for i in range(5)] == ids
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(0, 300))

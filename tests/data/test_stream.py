@@ -193,3 +193,43 @@ def test_any_number_of_ranks_shares_one_order(stream, ranks):
     one = asked(stream(letters(12)).take(12))
     shares = [asked(stream(letters(12)).take(12)[rank::ranks]) for rank in range(ranks)]
     assert [shares[i % ranks][i // ranks] for i in range(12)] == one
+
+
+def test_where_everything_is_passed_over_the_rest_of_the_pass_is_asked_all_the_same(tokenizer):
+    def build():
+        return PromptStream(letters(5), PromptTemplate(chat=False), tokenizer, 5, 0, lambda prompt, epoch: True)
+
+    s = build()
+    next_to = PromptStream(letters(5), PromptTemplate(chat=False), tokenizer, 5, 0)
+    epochs = [asked(next_to.take(5)) for _ in range(4)]
+    with pytest.warns(
+        UserWarning, match=r"5 prompts in a row.*epoch 1.*`data\.rollout\.curriculum\.revisit`"
+    ) as caught:
+        taken = asked([next(s) for _ in range(8)])
+    # Epoch 0 is passed over whole, 1 is asked; 2 again passed over, 3 asked: no prompt comes twice in a pass.
+    assert taken == epochs[1] + epochs[3][:3]
+    assert len(caught) == 1
+    assert s.passed_over == 10
+    resumed = build()
+    resumed.load_state_dict(through_checkpoint(s.state_dict()))
+    assert asked([next(resumed), next(resumed)]) == epochs[3][3:]
+
+
+def test_a_prompt_that_is_passed_over_is_never_made(tokenizer):
+    class Dear(Questions):
+        def __getitem__(self, index):
+            assert index != 2
+            return super().__getitem__(index)
+
+        def prompt_id(self, index):
+            return self.ids[index]
+
+    source = Dear(["a", "b", "c", "d"])
+    s = PromptStream(source, PromptTemplate(chat=False), tokenizer, 5, 0, lambda prompt, epoch: prompt == "q/2")
+    assert sorted(asked([next(s) for _ in range(3)])) == [("q/0", 0), ("q/1", 0), ("q/3", 0)]
+
+
+def test_a_state_of_before_the_curriculum_loads(stream):
+    state = stream(letters(4)).state_dict()
+    del state["asks_all_in"]
+    stream(letters(4)).load_state_dict(state)

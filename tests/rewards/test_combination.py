@@ -24,6 +24,7 @@ from grpo_lit.rewards import (
     WeightedReward,
 )
 from grpo_lit.rollout import Completion, Group, Prompt
+from grpo_lit.rollouts.replay import Replay
 
 
 class Canned(Reward):
@@ -193,6 +194,25 @@ def test_anything_else_is_refused_by_name(scores, message):
     combination = RewardCombination({"odd": WeightedReward(Canned(scores))})
     with pytest.raises(RewardError, match=rf"reward 'odd' \(Canned\) on prompt 'sum/7'.*{message}"):
         scored(combination)
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights", "message"),
+    [
+        ([[1.0], [1e30]], [1.0, 1e200], r"sample 0, .* but got 1e\+230: 'b' counts 1e\+230 in it.*`weight`"),
+        ([[3e38], [3e38]], [1.0, 1.0], r"but got 6e\+38: 'a' counts 3e\+38"),
+        ([[1e30], [1e30]], [1e300, -1e300], "but got nan: 'a' counts inf"),
+    ],
+)
+def test_a_total_that_no_batch_can_hold_names_its_largest_part(scores, weights, message):
+    parts = {name: WeightedReward(Canned(s), w) for name, s, w in zip("ab", scores, weights, strict=True)}
+    with pytest.raises(RewardError, match=message):
+        scored(RewardCombination(parts), 1)
+
+
+def test_the_largest_total_can_be_ranked_for_replay():
+    g = scored(RewardCombination({"a": WeightedReward(Canned([3e38, -3e38]))}), 2)
+    assert Replay(hardness=0.0).priority(g) == pytest.approx(3e38 * 2**0.5)
 
 
 def test_a_failing_reward_is_named_and_its_cause_kept():

@@ -228,7 +228,8 @@ def test_state_holds_what_the_next_rollout_depends_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"oversample": 0.5}, {"oversample": float("inf")}, {"max_rounds": 0}, {"max_age": -1}]
+    "settings",
+    [{"oversample": 0.5}, {"oversample": float("inf")}, {"oversample": 1e308}, {"max_rounds": 0}, {"max_age": -1}],
 )
 def test_settings_that_never_fill_a_rollout_are_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
