@@ -101,7 +101,10 @@ class GRPOModule(ModelsModule):
         """Refuse what contradicts, and precisions in which reinforcement learning silently stands still."""
         rewards = self.trainer.datamodule.rewards.rewards  # type: ignore[attr-defined]
         conditional = [name for name, part in rewards.items() if part.conditional]
-        for advantage in (part.advantage for part in (self.objective, *self.shadows.recipes.values())):
+        for recipe in (self.objective, *self.shadows.recipes.values()):
+            if recipe.needs_reference:
+                recipe.divergence.check_domains(self.trainer.datamodule.domains)  # type: ignore[attr-defined]
+            advantage = recipe.advantage
             if not isinstance(advantage, GDPOAdvantage):
                 continue
             if conditional:

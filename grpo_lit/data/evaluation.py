@@ -1,5 +1,6 @@
 """Answers to held-out prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_lit.metrics.evaluation import evaluation_rates
@@ -31,13 +32,15 @@ class EvaluationBatch:
         greedy: One-answer groups at temperature 0.
         sampled: Groups of k answers; empty for k = 0.
         k: Samples per prompt.
+        domains: Domains that get an accuracy of their own.
     """
 
     name: str
     greedy: list[Group]
     sampled: list[Group]
     k: int
+    domains: Sequence[str] = ()
 
     def rates(self) -> Rates:
         """Return accuracy, length and truncation rates."""
-        return evaluation_rates(self.name, self.greedy, self.sampled, self.k)
+        return evaluation_rates(self.name, self.greedy, self.sampled, self.k, self.domains)

@@ -18,7 +18,7 @@ class Fields:
         question: The question.
         answer: The ground truth; ``null`` where the rewards need none.
         id: A name of the row's own, which stays when rows are added or removed; ``null``: its place in the data.
-        domain: Name for per-domain KL and metrics.
+        domain: Name for per-domain KL and metrics (``reward/correct/<domain>``).
         metadata: What rewards want besides, by the name they know it by, such as ``{tests: test_list}``.
     """
 

@@ -1,11 +1,12 @@
 """Held-out prompts: rendered once, and never trained on."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.data.source import PromptSource
+from grpo_lit.data.tally import Tally, described
 from grpo_lit.data.template import PromptTemplate
 from grpo_lit.errors import ConfigError
 from grpo_lit.rollout import Prompt
@@ -19,6 +20,7 @@ class HeldOut:
         template: How a question becomes a prompt.
         tokenizer: Of the policy.
         max_prompt_tokens: Longer prompts are left out, with a warning.
+        problem: Returns what keeps all rewards from judging a prompt, for a warning; ``None``: nothing does.
     """
 
     def __init__(
@@ -27,19 +29,35 @@ class HeldOut:
         template: PromptTemplate,
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_tokens: int,
+        problem: Callable[[Prompt], str | None] = lambda prompt: None,
     ) -> None:
         self.prompts: dict[str, list[Prompt]] = {}
         self._set_of: dict[str, str] = {}
         for name, source in sources.items():
             rendered = [template.render(tokenizer, source[i]) for i in range(len(source))]
             kept = [prompt for prompt in rendered if len(prompt.token_ids) <= max_prompt_tokens]
-            if len(kept) < len(rendered):
+            long, unreadable = Tally(), Tally()
+            for prompt in rendered:
+                if len(prompt.token_ids) > max_prompt_tokens:
+                    long.add(f"more tokens than that ({max_prompt_tokens})", f"{prompt.id}: {len(prompt.token_ids)}")
+                elif reason := problem(prompt):
+                    unreadable.add(reason, described(prompt))
+            if long.total:
                 rank_zero_warn(
-                    f"data.val.{name}: {len(rendered) - len(kept)} of {len(rendered)} prompts are longer than "
-                    f"data.max_prompt_tokens ({max_prompt_tokens}) and left out"
+                    f"data.val.{name}: {long.total} of {len(rendered)} prompts are longer than "
+                    f"data.max_prompt_tokens ({max_prompt_tokens}) and left out: {long}"
+                )
+            if unreadable.total:
+                rank_zero_warn(
+                    f"data.val.{name}: {unreadable.total} of {len(rendered)} prompts cannot be judged and do not count "
+                    f"in its accuracy: {unreadable}"
                 )
             self.prompts[name] = kept
             self._set_of |= dict.fromkeys((prompt.question for prompt in kept), name)
+
+    def domains(self, name: str) -> list[str]:
+        """Return the domains of a set, in the order of their names."""
+        return sorted({prompt.domain for prompt in self.prompts[name]})
 
     def refuse(self, prompts: Iterable[Prompt]) -> None:
         """Refuse to train on a question that accuracy is measured on.

@@ -17,7 +17,7 @@ class MixturePart:
     Args:
         source: Prompts.
         weight: Its prompts' share, relative to the other parts'.
-        domain: Name for per-domain KL and metrics; each prompt's own by default.
+        domain: Name for per-domain KL and metrics (``reward/correct/<domain>``); each prompt's own by default.
 
     Raises:
         ConfigError: For a weight that is not finite and above 0.
@@ -64,6 +64,8 @@ class Mixture(PromptSource):
                     f"`size` of Mixture expected enough prompts for every part, but {size} give {name!r} {count} of "
                     f"its {len(parts[name].source)}: raise `size` or the part's `weight`, or drop the part"
                 )
+        known = [{part.domain} if part.domain else part.source.domains for part in parts.values()]
+        self.domains = None if None in known else set().union(*known)
         self._ends = list(itertools.accumulate(self.counts.values()))
 
     def __len__(self) -> int:

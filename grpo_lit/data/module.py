@@ -14,18 +14,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.data.checks import check_counts, check_room, check_sampling
 from grpo_lit.data.curriculum import SolveRates
 from grpo_lit.data.evaluation import Evaluation, EvaluationBatch
 from grpo_lit.data.heldout import HeldOut
 from grpo_lit.data.loaders import EvaluationLoader, RolloutLoader
 from grpo_lit.data.options import RolloutOptions
+from grpo_lit.data.screen import Screen, logged_apart
 from grpo_lit.data.source import PromptSource
 from grpo_lit.data.state import gathered, own_share, sampled_as, without_groups
 from grpo_lit.data.stream import PromptStream
 from grpo_lit.data.template import PromptTemplate
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.memory import PeakMemory
-from grpo_lit.policy.checkpoint import context_length, load_tokenizer, resolve_checkpoint, stop_token_ids
+from grpo_lit.policy.checkpoint import load_tokenizer, resolve_checkpoint, stop_token_ids
 from grpo_lit.ranks import Ranks
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Prompt, Sampling
@@ -90,61 +92,46 @@ class RolloutDataModule(LightningDataModule):
         self.stream: PromptStream | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._held_out: HeldOut | None = None
+        self._screen: Screen | None = None
         self._rollout: Rollout | None = None
         self._update = 0
         self._rollouts = 0
         self._before_step: tuple[int, dict[str, Any]] | None = None
         self._started = False
-        self._validate()
-
-    def _validate(self) -> None:
-        if self.sampling.temperature <= 0:
-            raise ConfigError(
-                f"`data.sampling.temperature` expected to be > 0, but got {self.sampling.temperature}: greedy "
-                "samples of a group are all equal and teach nothing. Evaluation draws its greedy answers by itself"
-            )
-        if self.sampling.completions < 2:
-            raise ConfigError(
-                f"`data.sampling.completions` expected to be >= 2, but got {self.sampling.completions}: an advantage "
-                "is a comparison within the group"
-            )
-        least = dict.fromkeys(("prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens"), 1)
-        least |= {"sampling.max_tokens": 1, "evaluation.prompts_per_batch": 1, "evaluation.completions": 0}
-        for name, bound in least.items():
-            value = attrgetter(name)(self)
-            if value < bound:
-                raise ConfigError(f"`data.{name}` expected to be >= {bound}, but got {value}")
-        if self.num_updates > self.prompts_per_rollout:
-            raise ConfigError(
-                f"`data.num_updates` expected at most `data.prompts_per_rollout` ({self.prompts_per_rollout}), but got "
-                f"{self.num_updates}: a group is never cut"
-            )
+        check_sampling(sampling)
+        names = ("prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens")
+        names += ("evaluation.prompts_per_batch", "evaluation.completions")
+        check_counts({name: attrgetter(name)(self) for name in names})
 
     # ------------------------------------------------------------------ set-up and end
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before any model is loaded."""
-        if self._tokenizer is not None:
-            return
-        if len(self.train) < self.prompts_per_rollout and stage == "fit":
-            raise ConfigError(
-                f"`data.prompts_per_rollout` expected at most the {len(self.train)} prompts of `data.train`, but got "
-                f"{self.prompts_per_rollout}"
+        if self._tokenizer is None:
+            if len(self.train) < self.prompts_per_rollout and stage == "fit":
+                raise ConfigError(
+                    f"`data.prompts_per_rollout` expected at most the {len(self.train)} prompts of `data.train`, but "
+                    f"got {self.prompts_per_rollout}"
+                )
+            tokenizer = load_tokenizer(self.checkpoint)
+            check_room(self.checkpoint, self.max_prompt_tokens, self.sampling.max_tokens)
+            self.engine.check_sampling(self.sampling)
+            self._held_out = HeldOut(self.val, self.template, tokenizer, self.max_prompt_tokens, self.rewards.problem)
+            passes_over = self.solve_rates.passes_over if self.solve_rates.settings else None
+            self.stream = PromptStream(
+                self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed, passes_over
             )
-        tokenizer = load_tokenizer(self.checkpoint)
-        room = context_length(self.checkpoint)
-        needed = self.max_prompt_tokens + self.sampling.max_tokens
-        if needed > room:
-            raise ConfigError(
-                f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
-                f"but got {self.max_prompt_tokens} + {self.sampling.max_tokens}"
-            )
-        self.engine.check_sampling(self.sampling)
-        self._held_out = HeldOut(self.val, self.template, tokenizer, self.max_prompt_tokens)
-        self.stream = PromptStream(
-            self.train, self.template, tokenizer, self.max_prompt_tokens, self.seed, self.solve_rates.passes_over
-        )
-        self._tokenizer = tokenizer
+            self._tokenizer = tokenizer
+        if self._screen is None and stage == "fit":
+            screen = Screen(self.stream, self._held_out, self.rewards)
+            screen.inspect(self.ranks)
+            self._screen = screen
+            self.collector.domains = logged_apart("data.train", screen.domains)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Domains of the training prompts, as far as they are known; none before :meth:`setup` for ``fit``."""
+        return self._screen.domains if self._screen else ()
 
     def teardown(self, stage: str) -> None:
         """End the engine."""
@@ -213,27 +200,28 @@ class RolloutDataModule(LightningDataModule):
 
     def _new_rollout(self) -> Rollout:
         memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
-        dropped, passed_over, version = self.stream.dropped_long, self.stream.passed_over, self.engine.weight_version
-        got = self.collector.collect(self.prompts_per_rollout, self._take, self.sampling, self.ranks, version)
+        before, version = self._left_out(), self.engine.weight_version
+        take = partial(self._screen.take, ranks=self.ranks)
+        got = self.collector.collect(self.prompts_per_rollout, take, self.sampling, self.ranks, version)
         self.solve_rates.record(got.solved)
         batch = TokenBatch.from_groups(got.groups, self.sampling.temperature, list(self.rewards.rewards))
         places = torch.tensor(got.places, dtype=torch.long)
         batch = replace(batch, prompt=places[batch.group], stale=batch.weight_version < version)
         plan = UpdatePlan(self.num_updates, self.num_epochs, self.seed + self._rollouts, prompts=got.size)
         self._rollouts += 1
-        for name, total, before in (
-            ("length/long_prompts", self.stream.dropped_long, dropped),
-            ("exploration/passed_over", self.stream.passed_over, passed_over),
-        ):
-            got.rates.add(name, torch.tensor([1.0] * (total - before) + [0.0] * max(len(got.solved), 1)))
+        for name, total in self._left_out().items():
+            flags = [1.0] * (total - before[name]) + [0.0] * max(len(got.solved), 1)
+            got.rates.add(name, torch.tensor(flags))
         seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
         return Rollout(got.groups, batch, plan, [], got.rates, seconds, memory.take(), got.tokens)
 
-    def _take(self, count: int) -> list[tuple[Prompt, int]]:
-        """Return new prompts, at most one pass over the source."""
-        prompts = self.stream.take(min(count, len(self.train)))
-        self._held_out.refuse(prompt for prompt, _ in prompts)
-        return prompts
+    def _left_out(self) -> dict[str, int]:
+        """Return how many prompts were not asked since the process began, by the name their share is logged under."""
+        return {
+            "length/long_prompts": self.stream.dropped_long,
+            "exploration/passed_over": self.stream.passed_over,
+            "reward/unreadable_prompts": self._screen.unreadable,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands, and each rank's groups in waiting and rollout in progress; plain types only.
@@ -296,4 +284,4 @@ class RolloutDataModule(LightningDataModule):
         greedy = self.sampler.scored_groups(asked, Sampling(0.0, length, 1))
         sampled = self.sampler.scored_groups(asked, Sampling(temperature, length, k)) if k else []
         self.sampler.take_seconds()  # evaluation is no part of a step's time
-        return EvaluationBatch(name, greedy, sampled, k)
+        return EvaluationBatch(name, greedy, sampled, k, logged_apart(f"data.val.{name}", self._held_out.domains(name)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from grpo_lit.data.curriculum import Curriculum
 from grpo_lit.errors import ConfigError
-from grpo_lit.rollouts.collector import DynamicSampling
+from grpo_lit.rollouts.dynamic import DynamicSampling
 from grpo_lit.rollouts.replay import Replay
 
 

@@ -49,7 +49,7 @@ class ReasoningGym(PromptSource):
         split: ``train`` or ``heldout``: no question is in both.
         heldout_fraction: Share of all questions that is held out. Must be the same for both splits.
         parameters: The task's own settings, such as ``{min_terms: 2, max_terms: 2}``.
-        domain: Name for per-domain KL and metrics; the task's name by default.
+        domain: Name for per-domain KL and metrics (``reward/correct/<domain>``); the task's name by default.
 
     Raises:
         ConfigError: For an unknown task or parameter, or a task with fewer distinct questions than asked for.
@@ -72,6 +72,7 @@ class ReasoningGym(PromptSource):
         self.heldout_fraction = heldout_fraction
         self.parameters = dict(parameters or {})
         self.domain = domain or task
+        self.domains = (self.domain,)
         self._check_numbers()
         check_task(task, self.parameters)
         self._share = heldout_fraction if split == "heldout" else 1 - heldout_fraction

@@ -2,12 +2,20 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 
 from grpo_lit.rollout import Prompt
 
 
 class PromptSource(ABC):
-    """An ordered, finite set of prompts without token ids: the stream applies the chat template and shuffles."""
+    """An ordered, finite set of prompts without token ids: the stream applies the chat template and shuffles.
+
+    Attributes:
+        domains: Every ``Prompt.domain`` there is, in any order. ``None``, the default, where that takes all prompts to
+            tell: the run then knows those of the prompts that it looks at before it starts.
+    """
+
+    domains: Collection[str] | None = None
 
     @abstractmethod
     def __len__(self) -> int:

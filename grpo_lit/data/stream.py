@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.data.source import PromptSource
+from grpo_lit.data.tally import Tally
 from grpo_lit.data.template import PromptTemplate
 from grpo_lit.errors import ConfigError
 from grpo_lit.rollout import Prompt
@@ -61,7 +62,10 @@ class PromptStream:
         self.dropped_long = self.passed_over = 0
         self._position = 0
         self._dropped_in_epoch = 0
-        self._order = self._permutation()
+        #: The first of those that this process has left out of this epoch.
+        self._long = Tally()
+        #: Indices in the source of this epoch's prompts, in the order they are asked in.
+        self.order = self._permutation()
 
     def __iter__(self) -> "PromptStream":
         """Return itself: the stream has one position, which :meth:`state_dict` holds."""
@@ -75,20 +79,30 @@ class PromptStream:
         """
         passed_over = 0
         while True:
-            if self._position == len(self._order):
+            if self._position == len(self.order):
                 self._end_epoch()
-            index = self._order[self._position]
+            index = self.order[self._position]
             self._position += 1
-            if passed_over == len(self._order):
+            if passed_over == len(self.order):
                 self._ask_all()
             if self._goes_on_from(index):
                 passed_over += 1
                 continue
-            prompt = self.template.render(self.tokenizer, self.source[index])
+            prompt = self.rendered(self.source[index])
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt, self.epoch
             self.dropped_long += 1
             self._dropped_in_epoch += 1
+            self._long.add(self.too_long, f"{prompt.id}: {len(prompt.token_ids)}")
+
+    def rendered(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its token ids."""
+        return self.template.render(self.tokenizer, prompt)
+
+    @property
+    def too_long(self) -> str:
+        """What is wrong with a prompt that is left out for its length."""
+        return f"more tokens than `data.max_prompt_tokens` ({self.max_prompt_tokens})"
 
     def _goes_on_from(self, index: int) -> bool:
         if self._passes_over is None or self._asks_all_in == self.epoch:
@@ -102,7 +116,7 @@ class PromptStream:
         self._asks_all_in = self.epoch
         if not self._warned:
             rank_zero_warn(
-                f"`data.rollout.curriculum` passed over {len(self._order)} prompts in a row, as many as there are: "
+                f"`data.rollout.curriculum` passed over {len(self.order)} prompts in a row, as many as there are: "
                 f"what is left of epoch {self.epoch} is asked without it. Hardly a prompt has signal: change the task, "
                 "or raise `data.rollout.curriculum.revisit`"
             )
@@ -165,22 +179,24 @@ class PromptStream:
         self.epoch, self._position = state["epoch"], state["position"]
         self.dropped_long, self._dropped_in_epoch = state["dropped_long"], state["dropped_in_epoch"]
         self._asks_all_in = state.get("asks_all_in", -1)  # absent in older checkpoints
-        self._order = self._permutation()
+        self.order = self._permutation()
 
     def _end_epoch(self) -> None:
         """Report what was left out of this epoch, and begin the next."""
-        size = len(self._order)
+        size = len(self.order)
         if self._dropped_in_epoch:
+            named = ", ".join(self._long.named.get(self.too_long, []))
             report = (
-                f"{self._dropped_in_epoch} of the {size} prompts of epoch {self.epoch} are longer than "
-                f"`data.max_prompt_tokens` ({self.max_prompt_tokens})"
+                f"{self._dropped_in_epoch} of the {size} prompts of epoch {self.epoch} have {self.too_long}, such as "
+                f"{named or 'some before the run was resumed'}"
             )
             if self._dropped_in_epoch == size:
                 raise ConfigError(f"{report}: none is left to train on, raise it")
-            rank_zero_warn(f"{report} and were left out")
+            rank_zero_warn(f"{report}: they were left out")
         self.epoch += 1
+        self._long = Tally()
         self._position = self._dropped_in_epoch = 0
-        self._order = self._permutation()
+        self.order = self._permutation()
 
     def _permutation(self) -> list[int]:
         """Return the order of this epoch: a uniform permutation, the same on every machine."""

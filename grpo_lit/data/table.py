@@ -35,7 +35,8 @@ class Table(PromptSource):
         extract: Where in the answer column the ground truth stands: ``text``, all of it; ``number``, all of it, which
             must be one number; ``gsm8k``, the number after the last ``####``; ``boxed``, the last complete
             ``\\boxed{...}``.
-        domain: Name for per-domain KL and metrics, the same for all rows; ``null``: the column ``fields.domain``.
+        domain: Name for per-domain KL and metrics (``reward/correct/<domain>``), the same for all rows; ``null``: the
+            column ``fields.domain``.
         part: ``all`` rows, or those that ``heldout_fraction`` leaves to ``train`` on or sets apart as ``heldout``. No
             question is in both.
         heldout_fraction: Share of all questions that is held out. Must be the same for both parts.
@@ -126,6 +127,7 @@ class Table(PromptSource):
         if self._rows.columns:
             self._check_columns(self._rows.columns)
         bad, ids, columns = Tally(), _Ids(), dict.fromkeys(self._rows.columns)
+        domains: dict[str, None] = {}
         looked_at = 0
         for at, row in self._each():
             looked_at += 1
@@ -134,19 +136,21 @@ class Table(PromptSource):
                 continue
             columns.update(dict.fromkeys(row))
             try:
-                question = self._prompt(at, row).question
+                prompt = self._prompt(at, row)
             except BadRow as reason:
                 bad.add(str(reason), self._named(at, row))
                 continue
             if self.fields.id is not None and (repeat := ids.repeat(text_of(row, self.fields.id))):
                 self._repeats[at] = repeat
-            if self.part == "all" or is_heldout(question, self.heldout_fraction) == (self.part == "heldout"):
+            if self.part == "all" or is_heldout(prompt.question, self.heldout_fraction) == (self.part == "heldout"):
                 self._kept.append(at)
+                domains[prompt.domain] = None
             if len(self._kept) == self.limit:
                 break
         if columns:
             self._check_columns(columns)
         self._report(bad, looked_at, columns)
+        self.domains = tuple(domains)
 
     def _each(self) -> Iterator[tuple[int, Row | BadRow]]:
         for start in range(0, len(self._rows), CHUNK):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from grpo_lit.rollout import Prompt
+
 #: Rows named for each reason; more would bury the reason.
 NAMED = 3
 
@@ -43,3 +45,8 @@ class Tally:
             f"{', ...' if self.counts[reason] > len(self.named[reason]) else ''})"
             for reason in reasons
         )
+
+
+def described(prompt: Prompt) -> str:
+    """Return how a person recognises a prompt: its id, and the beginnings of its question and its answer."""
+    return f"{prompt.id}: {prompt.question!r:.60}, answer {prompt.answer!r:.60}"

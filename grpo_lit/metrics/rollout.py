@@ -13,13 +13,18 @@ from grpo_lit.rollout import Group
 from grpo_lit.rollouts.minibatch import Rollout
 
 
-def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str]) -> Rates:
+def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str], domains: Sequence[str] = ()) -> Rates:
     """Return reward, length and exploration rates of scored groups.
 
     Dropped samples (reward ``None``) do not count; a reward's own mean is over the samples it spoke on. Every name is
     present whatever the groups hold, so that all ranks add the same ones.
     """
     rates = Rates()
+
+    Args:
+        groups: What was drawn.
+        reward_names: Names of the rewards.
+        domains: Domains to give a solve rate of their own.
     samples = [(c, g.correct[i], g.rewards[i]) for g in groups for i, c in enumerate(g.completions)]
     lengths = [(len(c.token_ids), correct) for c, correct, _ in samples]
     rates.add("reward/total", _floats(reward for *_, reward in samples))
@@ -28,6 +33,9 @@ def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str]) -> Rates
     rates.add("reward/correct", _floats(correct for _, correct, _ in samples))
     rates.add("length/mean", _floats(length for length, _ in lengths))
     rates.add("length/correct", _floats(length for length, correct in lengths if correct))
+    for domain in domains:
+        flags = (flag for g in groups if g.prompt.domain == domain for flag in g.correct)
+        rates.add(f"reward/correct/{domain}", _floats(flags))
     rates.add("length/incorrect", _floats(length for length, correct in lengths if correct is False))
     rates.add("length/truncated", _floats(c.finish_reason == "length" for c, *_ in samples))
     judged = [g for g in groups if any(flag is not None for flag in g.correct)]

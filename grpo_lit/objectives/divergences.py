@@ -1,6 +1,7 @@
 """What holds the policy near the reference? Divergences: the per-token penalty k."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,20 @@ class Divergence(ABC):
         """Whether any token pays."""
         return any(beta > 0 for beta in self._table().values())
 
+    def check_domains(self, domains: Iterable[str]) -> None:
+        """Refuse domains without a beta.
+
+        Raises:
+            ConfigError: One is neither named nor covered by ``default``.
+        """
+        table = self._table()
+        missing = [domain for domain in domains if domain not in table and ANY_DOMAIN not in table]
+        if missing:
+            raise ConfigError(
+                f"`beta` of {type(self).__name__} expected a value for domain {missing[0]!r}, but got only "
+                f"{sorted(table)}: name it, or add `{ANY_DOMAIN}`"
+            )
+
     def coefficients(self, batch: TokenBatch | Terms) -> SequenceFloat:
         """Return the beta of each sequence.
 
@@ -60,13 +75,7 @@ class Divergence(ABC):
         """
         table = self._table()
         # Only the domains there are: a rank without groups has none, and must not fail where the others go on.
-        present = [batch.domains[i] for i in batch.domain.unique().tolist()]
-        missing = [domain for domain in present if domain not in table and ANY_DOMAIN not in table]
-        if missing:
-            raise ConfigError(
-                f"`beta` of {type(self).__name__} expected a value for domain {missing[0]!r}, but got only "
-                f"{sorted(table)}: name it, or add `{ANY_DOMAIN}`"
-            )
+        self.check_domains(batch.domains[i] for i in batch.domain.unique().tolist())
         values = [table.get(domain, table.get(ANY_DOMAIN, 0.0)) for domain in batch.domains]
         return torch.tensor(values, dtype=batch.sampler_logprobs.dtype, device=batch.domain.device)[batch.domain]
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from grpo_lit.errors import ConfigError
 from grpo_lit.rewards.extract import answer_text, last_boxed, last_line, last_tagged
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rollout import Completion, Prompt
@@ -57,8 +56,8 @@ class MultipleChoice(Reward):
             rest of the line after the last "answer is", "answer:", "option is" or the like, last line.
         options: Key of ``metadata`` that holds the options' texts; they are not needed to judge letters.
 
-    Raises:
-        ConfigError: When called on a prompt whose options are neither a list nor a mapping of texts.
+    A prompt whose answer is no option, or whose options are neither a list nor a mapping of texts, is no evidence about
+    its completions: the reward abstains, with one warning, and counts such prompts in ``unreadable``.
     """
 
     def __init__(
@@ -70,18 +69,26 @@ class MultipleChoice(Reward):
         self.unreadable = 0
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
-        """Return 1 or 0 for each completion, or ``None`` for all where the prompt's answer is no option."""
+        """Return 1 or 0 for each completion, or ``None`` for all where the prompt cannot be judged."""
         texts = self._texts(prompt)
-        gold = chosen(prompt.answer or "", texts)
+        gold = None if texts is None else chosen(prompt.answer or "", texts)
         if gold is None:
             if not self.unreadable:
                 rank_zero_warn(
-                    f"MultipleChoice abstains on prompt {prompt.id}, and on all like it: its answer {prompt.answer!r} "
-                    f"is not one option of {sorted(texts) or 'A to Z'}"
+                    f"MultipleChoice abstains on prompt {prompt.id}, and on all like it, which has "
+                    f"{self.problem(prompt)}: answer {prompt.answer!r:.80}, options "
+                    f"{prompt.metadata.get(self.options, 'A to Z')!r:.200}"
                 )
             self.unreadable += 1
             return [None] * len(completions)
         return [float(self._choice(answer_text(prompt, completion), texts) == gold) for completion in completions]
+
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what keeps the prompt's answer from being one of its options."""
+        texts = self._texts(prompt)
+        if texts is None:
+            return f"options that are neither a list of at most {len(LETTERS)} texts nor texts by letter"
+        return "an answer that is not one of the options" if chosen(prompt.answer or "", texts) is None else None
 
     def counters(self) -> dict[str, int]:
         """Return how many prompts could not be judged."""
@@ -100,18 +107,14 @@ class MultipleChoice(Reward):
             region = next((part for part in found if part is not None), None)
         return None if region is None else chosen(region, texts)
 
-    def _texts(self, prompt: Prompt) -> dict[str, str]:
+    def _texts(self, prompt: Prompt) -> dict[str, str] | None:
+        """Return the options by letter; ``None`` where they are neither a list nor a mapping."""
         options: Any = prompt.metadata.get(self.options, [])
         if isinstance(options, Mapping):
-            named = {str(letter).strip().upper(): text for letter, text in options.items()}
-        elif isinstance(options, Sequence) and not isinstance(options, str) and len(options) <= len(LETTERS):
-            named = dict(zip(LETTERS, options, strict=False))
-        else:
-            raise ConfigError(
-                f"`metadata[{self.options!r}]` of prompt {prompt.id} expected a list of at most {len(LETTERS)} texts, "
-                f"or texts by letter, but got {options!r:.80}"
-            )
-        return {letter: str(text) for letter, text in named.items()}
+            return {str(letter).strip().upper(): str(text) for letter, text in options.items()}
+        if isinstance(options, Sequence) and not isinstance(options, str) and len(options) <= len(LETTERS):
+            return dict(zip(LETTERS, map(str, options), strict=False))
+        return None
 
 
 def chosen(text: str, texts: Mapping[str, str]) -> str | None:

@@ -62,8 +62,8 @@ _BROUGHT_ABOUT = (
 class CodeTests(Reward):
     """Share of the prompt's unit tests that the program in the last fenced code block passes.
 
-    ``metadata["tests"]`` holds the tests, in one of these forms (a prompt without any that can be run makes the
-    reward abstain, with one warning, and is counted in ``unreadable``):
+    ``metadata["tests"]`` holds the tests, in one of these forms (a prompt without any that can be run, or with another
+    form, makes the reward abstain, with one warning, and is counted in ``unreadable``):
 
     - ``[{"input": "3", "output": "6"}, ...]``, or ``{"inputs": [...], "outputs": [...]}``, or a JSON text of either:
       what a run reads and prints. Printed text is compared word by word, as text; the exit status must be 0;
@@ -83,7 +83,7 @@ class CodeTests(Reward):
         workers: Programs that run at the same time; 0: one per processor.
 
     Raises:
-        ConfigError: For a limit that is not above 0, or when called on a prompt whose tests have another form.
+        ConfigError: For a limit that is not above 0.
     """
 
     def __init__(
@@ -110,19 +110,27 @@ class CodeTests(Reward):
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         """Return 0 to 1 for each completion, or ``None`` for all where the prompt has no tests."""
-        tests = unit_tests(prompt)
-        if not tests:
+        if reason := self.problem(prompt):
             if not self.unreadable:
+                found = prompt.metadata.get("tests")
                 rank_zero_warn(
-                    f"CodeTests abstains on prompt {prompt.id}, and on all like it: it has no tests that can be run"
+                    f"CodeTests abstains on prompt {prompt.id}, and on all like it, which has {reason}: {found!r:.200}"
                 )
             self.unreadable += 1
             return [None] * len(completions)
+        tests = unit_tests(prompt)
         programs = [self._program(completion.text) for completion in completions]
         different = list(dict.fromkeys(program for program in programs if program))
         with ThreadPoolExecutor(self.workers) as pool:
             scores = dict(zip(different, pool.map(lambda program: self._score(program, tests), different), strict=True))
         return [scores.get(program, 0.0) for program in programs]
+
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what is wrong with the prompt's tests."""
+        try:
+            return None if unit_tests(prompt) else "no tests that can be run"
+        except ConfigError:
+            return "tests of a form that is not known"
 
     def counters(self) -> dict[str, int]:
         """Return how many prompts could not be judged, and how many programs broke their run."""

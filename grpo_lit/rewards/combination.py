@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_lit.errors import ConfigError, RewardError
 from grpo_lit.rewards.reward import Reward
-from grpo_lit.rollout import Group
+from grpo_lit.rollout import Group, Prompt
 
 #: Batches hold rewards in float32, in which a larger number is infinite.
 LARGEST = float(np.finfo(np.float32).max)
@@ -95,6 +95,18 @@ class RewardCombination:
             self._total({name: column[i] for name, column in scores.items()}, correct[i] is True, group, i)
             for i in range(len(group.completions))
         ]
+
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what keeps the ``correct`` reward from judging a prompt; see :meth:`Reward.problem`.
+
+        ``None`` where another one that looks at prompts at all can judge it: each domain may have its own.
+        """
+        found = self.rewards[self.correct].reward.problem(prompt)
+        if found is None:
+            return None
+        others = [part.reward for name, part in self.rewards.items() if name != self.correct]
+        looking = [reward for reward in others if type(reward).problem is not Reward.problem]
+        return None if any(reward.problem(prompt) is None for reward in looking) else found
 
     def counters(self) -> dict[str, int]:
         """Return what the rewards have counted since they were made, as ``<name of the reward>_<counter>``."""

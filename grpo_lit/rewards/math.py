@@ -115,9 +115,13 @@ class MathEquivalence(Reward):
         verdicts = {answer: quick_verdict(gold, answer) for answer in answers}
         verdicts |= self._compared(gold, [answer for answer, verdict in verdicts.items() if verdict is None], prompt.id)
         return [float(verdicts[answer]) for answer in answers]
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what keeps the prompt's answer from being compared with others."""
+        return None if self.readable(prompt.answer) else "an answer that is no mathematical expression"
+
 
     def readable(self, answer: str | None) -> bool:
-        """Return whether completions can be judged by this gold answer: for sources, before anything is trained on."""
+        """Return whether completions can be judged by this gold answer."""
         gold = gold_answer(answer)
         known = self._readable.get(gold)
         if known is None:

@@ -94,7 +94,7 @@ class NumericMatch(Reward):
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         """Return 1 or 0 for each completion, or ``None`` for all where the prompt's answer is not a number."""
-        gold = None if prompt.answer is None else only_quantity(self._marked(prompt.answer))
+        gold = self._gold(prompt)
         if gold is None:
             if not self.unreadable:
                 rank_zero_warn(
@@ -108,10 +108,17 @@ class NumericMatch(Reward):
 
     def counters(self) -> dict[str, int]:
         """Return how many prompts could not be judged."""
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what keeps the prompt's answer from being compared with others."""
+        return "an answer that is not one number" if self._gold(prompt) is None else None
+
         return {"unreadable": self.unreadable}
 
     def _score(self, number: Fraction | None, gold: Fraction) -> float:
         if number is None:
+    def _gold(self, prompt: Prompt) -> "Quantity | None":
+        return None if prompt.answer is None else only_quantity(self._marked(prompt.answer))
+
             return 0.0
         return float(abs(number - gold) <= max(self.absolute_tolerance, self.relative_tolerance * abs(gold)))
 

@@ -48,11 +48,22 @@ class ReasoningGymScore(Reward):
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         """Return the task's score of each completion."""
-        if not {"task", "parameters", "entry"} <= prompt.metadata.keys():
+        if self.problem(prompt):
             return [None] * len(completions)
         task = self._task(prompt.metadata["task"], prompt.metadata["parameters"])
         entry = {"question": prompt.question, "answer": prompt.answer, "metadata": prompt.metadata["entry"]}
         return [self._score(task, self._answer(answer_text(prompt, c), c.text), entry) for c in completions]
+
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what the prompt lacks of a reasoning-gym task.
+
+        Raises:
+            ConfigError: The task's scorer runs the model's text as code.
+        """
+        if not {"task", "parameters", "entry"} <= prompt.metadata.keys():
+            return "no reasoning-gym task"
+        self._task(prompt.metadata["task"], prompt.metadata["parameters"])
+        return None
 
     def _answer(self, text: str, completion: str) -> str | None:
         if self.extract == "answer_tag":

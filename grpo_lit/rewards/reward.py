@@ -13,6 +13,14 @@ class Reward(ABC):
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         """Return one score per completion, in order; ``None`` abstains for that completion (it is not a zero)."""
 
+    def problem(self, prompt: Prompt) -> str | None:
+        """Return what keeps this reward from judging completions of a prompt; ``None``, the default: nothing does.
+
+        A prompt that no reward can judge is never asked. The reason is worded alike for all prompts of its kind, such
+        as ``an answer that is not one number``, since prompts are counted by it.
+        """
+        return None
+
     def counters(self) -> dict[str, int]:
         """Return what this reward has counted since it was made, such as answers it gave up on; nothing by default."""
         return {}

@@ -4,59 +4,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.metrics.rollout import has_signal, rollout_rates, solve_rate
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group, Prompt, Sampling
+from grpo_lit.rollouts.dynamic import DynamicSampling
 from grpo_lit.rollouts.replay import Entry, ReplayBuffer
 from grpo_lit.rollouts.sampler import Sampler
-
-#: A larger factor is a mistake: where one prompt in a thousand has signal, the task is at fault.
-MOST_OVERSAMPLE = 1000.0
-
-
-@dataclass(frozen=True)
-class DynamicSampling:
-    """Settings of dynamic sampling: a rollout holds groups with signal only (DAPO, https://arxiv.org/abs/2503.14476).
-
-    A group has signal where its samples differ in correctness. Rounds of prompts are asked until enough groups have
-    it; surplus ones wait for the next rollout. ``oversample: 1`` asks exactly as many new prompts as groups are
-    missing: active sampling (OLMo 3, https://arxiv.org/abs/2512.13961).
-
-    Args:
-        oversample: Prompts of a round over the groups that are still missing; a round is one pass over the source at
-            most.
-        max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
-        max_age: Rollouts that a surplus group may wait for; 0 drops it at once. In optimizer steps, which is what
-            ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
-        signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
-
-    Raises:
-        ConfigError: For a number out of range.
-    """
-
-    oversample: float = 1.5
-    max_rounds: int = 4
-    max_age: int = 1
-    signal: Literal["correct", "reward"] = "correct"
-
-    def __post_init__(self) -> None:
-        """Refuse a setting under which a rollout could never be filled."""
-        if not 1 <= self.oversample <= MOST_OVERSAMPLE:
-            raise ConfigError(
-                f"`data.rollout.dynamic_sampling.oversample` expected 1 to {MOST_OVERSAMPLE:g}, but got "
-                f"{self.oversample}"
-            )
-        for name, bound in {"max_rounds": 1, "max_age": 0}.items():
-            value = getattr(self, name)
-            if value < bound:
-                raise ConfigError(f"`data.rollout.dynamic_sampling.{name}` expected to be >= {bound}, but got {value}")
 
 
 @dataclass
@@ -120,6 +79,9 @@ class Collector:
         reward_names: Names of the rewards, for the rates.
         dynamic: Keep groups with signal only; ``None``: keep all.
         replay: Stands in for missing signal; ``None``: nothing does.
+
+    Attributes:
+        domains: Domains whose solve rates are logged apart; the same on every rank.
     """
 
     def __init__(
@@ -130,6 +92,7 @@ class Collector:
         replay: ReplayBuffer | None = None,
     ) -> None:
         self.sampler, self.reward_names, self.dynamic, self.replay = sampler, list(reward_names), dynamic, replay
+        self.domains: Sequence[str] = ()
         self._next_serial = 0
         self._waiting = _Pool()
         self._rollouts = self._tokens = 0
@@ -218,7 +181,7 @@ class Collector:
 
     def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
         """Return the rates of groups just drawn, each with whether it is kept; the names are always the same."""
-        rates = rollout_rates([group for group, _ in groups], self.reward_names)
+        rates = rollout_rates([group for group, _ in groups], self.reward_names, self.domains)
         if self.dynamic is not None:
             rates.add("exploration/accepted", torch.tensor([float(kept) for _, kept in groups]))
             for name, wanted in (("kept", True), ("dropped", False)):

@@ -55,3 +55,13 @@ def test_what_cannot_be_mixed_is_refused() -> None:
     for weight in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weight`"):
             MixturePart(Letters(3), weight)
+
+
+def test_domains_are_known_without_making_a_prompt() -> None:
+    class Telling(Letters):
+        domains = ("letters", "more")
+
+    telling, silent = MixturePart(Telling(3)), MixturePart(Letters(3))
+    named = MixturePart(Letters(3), domain="hard")
+    assert set(Mixture({"a": telling, "b": named}).domains) == {"letters", "more", "hard"}
+    assert Mixture({"a": telling, "b": silent}).domains is None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from toys import EvenShare, Letters
 
 from grpo_lit.data.evaluation import Evaluation
+from grpo_lit.data.mixture import Mixture, MixturePart
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError
-from grpo_lit.rewards import MathEquivalence, RewardCombination, WeightedReward
+from grpo_lit.rewards import MathEquivalence, MultipleChoice, RewardCombination, WeightedReward
 from grpo_lit.rollout import Completion, Prompt, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 
@@ -201,8 +203,63 @@ def test_evaluation_ignores_where_training_stood(build: Callable) -> None:
         ({"evaluation": Evaluation(prompts_per_batch=0)}, "data.evaluation.prompts_per_batch"),
         ({"evaluation": Evaluation(completions=-1)}, "data.evaluation.completions"),
         ({"num_epochs": 0}, "data.num_epochs"),
+        ({"num_updates": 6}, "data.num_updates"),
+        # Field bug D6: what makes all samples of a group equal is for evaluation only.
+        ({"sampling": Sampling(temperature=0.0)}, "data.sampling.temperature"),
+        ({"sampling": Sampling(top_k=1)}, "data.sampling.top_k"),
+        ({"sampling": Sampling(min_p=1.0)}, "data.sampling.min_p"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(build: Callable, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
         build(**changes)
+
+
+def mixed(*domains: str) -> Mixture:
+    return Mixture({name: MixturePart(Letters(4), domain=name) for name in domains})
+
+
+def test_each_domain_of_a_mixture_has_a_solve_rate(build: Callable) -> None:
+    data = build(train=mixed("math", "code"), val={"both": mixed("x", "y"), "one": Letters(2, heldout=True)})
+    assert data.domains == ("code", "math")
+    names = set(data.draw().rollout.rates._sums)
+    assert {"reward/correct", "reward/correct/code", "reward/correct/math"} <= names
+    assert {"reward/unreadable_prompts", "length/long_prompts", "exploration/passed_over"} <= names
+    logged = {name for loader in data.val_dataloader() for batch in loader for name in batch.rates()._sums}
+    assert {name for name in logged if "greedy" in name} == {
+        "val/both/greedy", "val/both/greedy/x", "val/both/greedy/y", "val/one/greedy"
+    }  # fmt: skip
+
+
+def test_one_domain_is_logged_once(build: Callable) -> None:
+    data = build()
+    assert data.domains == ("letters",)
+    assert not [name for name in data.draw().rollout.rates._sums if name.startswith("reward/correct/")]
+
+
+def test_a_table_that_cannot_be_judged_at_all_is_refused_at_set_up(build: Callable) -> None:
+    class Yes(Letters):
+        def __getitem__(self, index: int) -> Prompt:
+            return replace(super().__getitem__(index), answer="yes")
+
+    rewards = RewardCombination({"math": WeightedReward(MathEquivalence(workers=1))})
+    with pytest.raises(ConfigError, match=r"'math', which can judge none of 12.*no mathematical expression"):
+        build(train=Yes(), rewards=rewards)
+
+
+def test_bad_options_of_one_row_are_found_at_set_up_and_end_no_run(build: Callable) -> None:
+    class Options(Letters):
+        def __getitem__(self, index: int) -> Prompt:
+            options = None if index == 3 else ["4", "5"]
+            return replace(super().__getitem__(index), answer="A", metadata={"options": options})
+
+    with pytest.warns(UserWarning, match=r"1 of 12 prompts.*options that are neither a list.*letters/3"):
+        data = build(train=Options(), rewards=RewardCombination({"letter": WeightedReward(MultipleChoice())}))
+    for step in range(6):  # two passes and a half
+        data.trainer.lightning_module.global_step = step
+        assert all(group.prompt.id != "letters/3" for group in data.draw().rollout.groups)
+
+
+def test_held_out_questions_in_the_training_data_are_refused_at_set_up(build: Callable) -> None:
+    with pytest.raises(ConfigError, match=r"no question of `data.val`, but got letters/[01], .*`data.val.same`"):
+        build(val={"same": Letters(2)})

@@ -34,6 +34,8 @@ def test_a_prompt_holds_the_question_its_answer_and_what_a_scorer_needs():
     assert int(prompt.answer) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
     assert prompt.domain == "chain_sum"
     assert gym(domain="math")[0].domain == "math"
+    assert gym(domain="math").domains == ("math",)
+    assert gym().prompt_id(2) == gym()[2].id
     assert prompt.metadata["task"] == "chain_sum"
     assert prompt.metadata["parameters"] == SUMS
     assert prompt.token_ids == ()

@@ -51,6 +51,10 @@ def test_a_prompt_holds_what_the_field_map_says(source):
     assert prompt.token_ids == ()
     assert source(rows(1))[0].domain == "default"
     assert source(rows(1), domain="math")[0].domain == "math"
+    assert source(rows(1), domain="math").domains == ("math",)
+    topics = [{"question": str(i), "answer": "1", "topic": f"t{i % 3}"} for i in range(9)]
+    assert source(topics, fields=Fields(domain="topic")).domains == ("t0", "t1", "t2")
+    assert source(topics, fields=Fields(domain="topic"), limit=2).domains == ("t0", "t1")
     assert source(rows(1), fields=Fields(answer=None))[0].answer is None
 
 
@@ -239,6 +243,8 @@ def test_tables_mix_by_share_with_ids_and_domains_of_their_own(source):
     assert mixture.counts == {"easy": 30, "hard": 10, "twice": 10}
     assert len({p.id for p in prompts}) == 50
     assert {p.id.split("/")[0]: p.domain for p in prompts} == {"easy": "sums", "hard": "t", "twice": "sums"}
+    assert set(mixture.domains) == {"sums", "t"}
+    assert [mixture.prompt_id(i) for i in range(len(mixture))] == [p.id for p in prompts]
     assert prompts[0].id == "easy/easy/0"
 
 

@@ -67,6 +67,10 @@ def test_all_betas_zero_pay_nothing():
 def test_a_domain_without_a_beta_is_refused(make_terms):
     with pytest.raises(ConfigError, match=r"'poetry'.*\['math'\]"):
         K3(beta={"math": 0.1}).penalty(make_terms([0.0], 0.0, domains=("poetry",)))
+    with pytest.raises(ConfigError, match=r"'poetry', but got only \['math'\]: name it, or add `default`"):
+        K3(beta={"math": 0.1}).check_domains(["math", "poetry"])
+    K3(beta={"math": 0.1, "default": 0.0}).check_domains(["math", "poetry"])
+    K3(beta=0.1).check_domains(["poetry"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

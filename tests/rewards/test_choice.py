@@ -2,7 +2,6 @@ import time
 
 import pytest
 
-from grpo_lit.errors import ConfigError
 from grpo_lit.rewards.choice import MultipleChoice
 from grpo_lit.rollout import Completion, Prompt
 
@@ -185,12 +184,18 @@ def test_an_answer_that_is_no_option_abstains_and_is_counted(answer):
         assert [reward(p, [Completion((), (), "B", "stop", 0)] * 2) for p in prompts] == [[None, None]] * 3
     assert len(caught) == 1
     assert reward.unreadable == 3
+    assert [reward.problem(prompt) for prompt in prompts] == ["an answer that is not one of the options"] * 3
+    assert reward.problem(Prompt(id="q", question="", answer="b", metadata={"options": OPTIONS})) is None
 
 
-@pytest.mark.parametrize("options", ["ABCD", 4, ["x"] * 27])
-def test_options_of_another_kind_are_refused(options):
-    with pytest.raises(ConfigError, match=r"`metadata\['options'\]` of prompt q/0 expected a list"):
-        score("B", options=options)
+@pytest.mark.parametrize("options", [None, "ABCD", 4, ["x"] * 27])
+def test_options_of_another_kind_abstain_and_are_counted(options):
+    reward = MultipleChoice()
+    prompt = Prompt(id="q/0", question="", answer="B", metadata={"options": options})
+    with pytest.warns(UserWarning, match="abstains on prompt q/0.*options that are neither a list of at most 26 texts"):
+        assert reward(prompt, [Completion((), (), "B", "stop", 0)]) == [None]
+    assert reward.unreadable == 1
+    assert reward.problem(prompt).startswith("options that are neither")
 
 
 @pytest.mark.parametrize(

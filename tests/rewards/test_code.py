@@ -448,14 +448,21 @@ def test_a_prompt_without_tests_abstains_and_is_counted(tests):
         assert [reward(p, [Completion((), (), "", "stop", 0)]) for p in prompts] == [[None]] * 2
     assert len(caught) == 1
     assert reward.unreadable == 2
+    assert reward.problem(prompts[0]) == "no tests that can be run"
 
 
 @pytest.mark.parametrize(
     "tests", [7, [7], [{"in": "3"}], {"inputs": ["3"], "outputs": []}, ["assert True", {"input": "", "output": ""}]]
 )
 def test_unit_tests_another_form_are_refused(tests):
+    prompt = Prompt(id="code/0", question="", metadata={"tests": tests})
     with pytest.raises(ConfigError, match=r"`metadata\['tests'\]` of prompt code/0 expected"):
-        unit_tests(Prompt(id="code/0", question="", metadata={"tests": tests}))
+        unit_tests(prompt)
+    reward = CodeTests()  # which may meet one bad row among thousands
+    assert reward.problem(prompt) == "tests of a form that is not known"
+    with pytest.warns(UserWarning, match="abstains on prompt code/0, .* which has tests of a form that is not known"):
+        assert reward(prompt, [Completion((), (), "", "stop", 0)]) == [None]
+    assert reward.unreadable == 1
 
 
 @pytest.mark.parametrize(

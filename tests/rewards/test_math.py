@@ -137,6 +137,7 @@ def test_an_unreadable_gold_abstains_once_aloud_and_is_counted(answer):
     assert len(caught) == 1
     assert reward.unreadable == 3
     assert not reward.readable(answer)
+    assert reward.problem(Prompt("q", "", answer=answer)) == "an answer that is no mathematical expression"
 
 
 # C5: which box.

@@ -147,6 +147,8 @@ def test_an_answer_that_is_no_number_abstains_and_is_counted(answer):
         assert [reward(prompt, completions) for prompt in prompts] == [[None, None]] * 3
     assert len(caught) == 1
     assert reward.unreadable == 3
+    assert [reward.problem(prompt) for prompt in prompts] == ["an answer that is not one number"] * 3
+    assert reward.problem(Prompt(id="q", question="", answer="7 km")) is None
 
 
 def test_a_readable_answer_warns_of_nothing():

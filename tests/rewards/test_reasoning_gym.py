@@ -61,7 +61,10 @@ def test_partial_credit_is_not_correct():
 
 
 def test_prompts_of_other_sources_are_not_judged():
-    assert scores(Prompt(id="a", question="q", answer="7"), "<answer>7</answer>", "") == [None, None]
+    other = Prompt(id="a", question="q", answer="7")
+    assert scores(other, "<answer>7</answer>", "") == [None, None]
+    assert ReasoningGymScore().problem(other) == "no reasoning-gym task"
+    assert ReasoningGymScore().problem(ReasoningGym("chain_sum", 1)[0]) is None
 
 
 def test_a_scorer_that_stumbles_gives_zero():
@@ -74,6 +77,8 @@ def test_a_scorer_that_runs_the_answer_as_code_is_refused():
     group = Group(prompt, 0, (Completion((), (), "<answer>exit()</answer>", "stop", 0),))
     with pytest.raises(ConfigError, match="n_queens: its scorer evaluates the model's text"):
         RewardCombination({"task": WeightedReward(ReasoningGymScore())}).score(group)
+    with pytest.raises(ConfigError, match="n_queens: its scorer evaluates the model's text"):
+        ReasoningGymScore().problem(prompt)  # before anything is drawn
 
 
 def test_every_scorer_that_evaluates_text_is_known():

@@ -267,3 +267,14 @@ def test_figures_of_a_rollout_are_written_at_the_step_that_drew_it(
     assert [int(row["step"]) for row in rows if row["optimization/loss"]] == [0, 1, 2, 3]
     assert [int(row["step"]) for row in rows if row["reward/total"]] == [0, 2]
     assert [int(row["step"]) for row in rows if row["system/time_rollout"]] == [0, 2]
+
+
+@pytest.mark.parametrize("where", ["objective", "shadows"])
+def test_a_domain_without_a_beta_is_refused_before_any_model_is_loaded(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, where: str
+) -> None:
+    recipe = Objective(divergence=K3(beta={"math": 0.1}))
+    module = make_module(**{where: recipe if where == "objective" else {"other": recipe}})
+    with pytest.raises(ConfigError, match=r"`beta` of K3 expected a value for domain 'letters'"):
+        make_trainer().fit(module, datamodule=make_data())
+    assert module.policy is None

@@ -1,0 +1,66 @@
+"""Settings of a data module that cannot work, refused before anything is loaded."""
+
+from collections.abc import Mapping
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.policy.checkpoint import context_length
+from grpo_lit.rollout import Sampling
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse ways of sampling under which the completions of a group are all equal, or too few to compare.
+
+    Raises:
+        ConfigError: For a group without any spread.
+    """
+    greedy = {"temperature": sampling.temperature <= 0, "top_k": sampling.top_k == 1, "min_p": sampling.min_p == 1}
+    for name in (name for name, is_greedy in greedy.items() if is_greedy):
+        raise ConfigError(
+            f"`data.sampling.{name}` expected {'to be > 0' if name == 'temperature' else 'several possible tokens'}, "
+            f"but got {getattr(sampling, name)}: greedy samples of a group are all equal and teach nothing. Evaluation "
+            "draws its greedy answers by itself"
+        )
+    if sampling.completions < 2:
+        raise ConfigError(
+            f"`data.sampling.completions` expected to be >= 2, but got {sampling.completions}: an advantage "
+            "is a comparison within the group"
+        )
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Refuse counts of nothing.
+
+    Args:
+        counts: By their keys below ``data``.
+
+    Raises:
+        ConfigError: For one below its least value, or more updates than prompts.
+    """
+    for name, value in counts.items():
+        least = 0 if name == "evaluation.completions" else 1
+        if value < least:
+            raise ConfigError(f"`data.{name}` expected to be >= {least}, but got {value}")
+    if counts["num_updates"] > counts["prompts_per_rollout"]:
+        raise ConfigError(
+            f"`data.num_updates` expected at most `data.prompts_per_rollout` ({counts['prompts_per_rollout']}), but "
+            f"got {counts['num_updates']}: a group is never cut"
+        )
+
+
+def check_room(checkpoint: str, prompt: int, completion: int) -> None:
+    """Refuse lengths that the model has no room for.
+
+    Args:
+        checkpoint: The model.
+        prompt: Most tokens of a prompt.
+        completion: Most tokens of a completion.
+
+    Raises:
+        ConfigError: Where they exceed its context together.
+    """
+    room = context_length(checkpoint)
+    if prompt + completion > room:
+        raise ConfigError(
+            f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
+            f"but got {prompt} + {completion}"
+        )

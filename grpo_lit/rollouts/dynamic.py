@@ -1,0 +1,47 @@
+"""Settings of dynamic sampling."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_lit.errors import ConfigError
+
+#: A larger factor is a mistake: where one prompt in a thousand has signal, the task is at fault.
+MOST_OVERSAMPLE = 1000.0
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Settings of dynamic sampling: a rollout holds groups with signal only (DAPO, https://arxiv.org/abs/2503.14476).
+
+    A group has signal where its samples differ in correctness. Rounds of prompts are asked until enough groups have
+    it; surplus ones wait for the next rollout. ``oversample: 1`` asks exactly as many new prompts as groups are
+    missing: active sampling (OLMo 3, https://arxiv.org/abs/2512.13961).
+
+    Args:
+        oversample: Prompts of a round over the groups that are still missing; a round is one pass over the source at
+            most.
+        max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
+        max_age: Rollouts that a surplus group may wait for; 0 drops it at once. In optimizer steps, which is what
+            ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
+        signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
+
+    Raises:
+        ConfigError: For a number out of range.
+    """
+
+    oversample: float = 1.5
+    max_rounds: int = 4
+    max_age: int = 1
+    signal: Literal["correct", "reward"] = "correct"
+
+    def __post_init__(self) -> None:
+        """Refuse a setting under which a rollout could never be filled."""
+        if not 1 <= self.oversample <= MOST_OVERSAMPLE:
+            raise ConfigError(
+                f"`data.rollout.dynamic_sampling.oversample` expected 1 to {MOST_OVERSAMPLE:g}, but got "
+                f"{self.oversample}"
+            )
+        for name, bound in {"max_rounds": 1, "max_age": 0}.items():
+            value = getattr(self, name)
+            if value < bound:
+                raise ConfigError(f"`data.rollout.dynamic_sampling.{name}` expected to be >= {bound}, but got {value}")

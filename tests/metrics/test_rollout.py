@@ -1,0 +1,38 @@
+"""What is logged of scored groups."""
+
+from grpo_lit.metrics.evaluation import evaluation_rates
+from grpo_lit.metrics.rollout import rollout_rates
+from grpo_lit.rollout import Completion, Group, Prompt
+
+
+def group(domain: str, *correct: bool | None) -> Group:
+    samples = tuple(Completion((5, 2), (-1.0, -1.0), "x", "stop", 0) for _ in correct)
+    rewards = [None if flag is None else float(flag) for flag in correct]
+    prompt = Prompt(domain, "", domain=domain, token_ids=(1,))
+    return Group(prompt, 0, samples, scores={"r": list(rewards)}, rewards=list(rewards), correct=list(correct))
+
+
+def test_each_domain_has_a_solve_rate_over_all_ranks_whatever_a_rank_has_drawn() -> None:
+    """Field bug F5: one rank has only math samples, another only code."""
+    domains = ("code", "logic", "math")
+    one = rollout_rates([group("math", True, False, False, None), group("math", True, True)], ["r"], domains)
+    two = rollout_rates([group("code", False, False)], ["r"], domains)
+    assert set(one._sums) == set(two._sums)
+    values = one.merge(two).compute()
+    assert values["reward/correct/math"] == 3 / 5  # the one that nobody could judge does not count
+    assert values["reward/correct/code"] == 0.0
+    assert values["reward/correct/logic"] != values["reward/correct/logic"]  # nan, which is not logged
+    assert values["reward/correct"] == 3 / 7
+
+
+def test_one_domain_needs_no_rate_of_its_own() -> None:
+    assert not [
+        name for name in rollout_rates([group("math", True)], ["r"])._sums if name.startswith("reward/correct/")
+    ]
+
+
+def test_held_out_accuracy_by_domain() -> None:
+    rates = evaluation_rates("mixed", [group("a", True), group("b", False), group("a", False)], [], 0, ["a", "b"])
+    values = rates.compute()
+    assert values["val/mixed/greedy/a"] == 0.5
+    assert values["val/mixed/greedy/b"] == 0.0
