@@ -81,6 +81,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         errors.print(f"error: {error}", markup=False)
         return 2
+    finally:
+        made.reward.close()
     for audit in audits:
         console.print(*tables(audit, settings.show))
     if settings.json:

@@ -9,7 +9,7 @@ from typing import Literal
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from grpo_lit.rewards.extract import after_hashes, answer_text, balanced, last_boxed, last_line, last_tagged
-from grpo_lit.rewards.numeric import last_number
+from grpo_lit.rewards.numeric import last_number, without_separators
 from grpo_lit.rewards.plain import PlainNumber, assigned_name, based, clean, plain_number, word
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rewards.workers import WorkerPool
@@ -24,7 +24,6 @@ MAX_DEPTH = 30
 _REMEMBERED = 10_000
 
 _SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
-_THIN_SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}(?:\\!)?|\\[,!:;]|,\\!\s*)(?=[0-9]{3}(?![0-9]))")
 _COMMAND = re.compile(r"\\(?:text|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _EXTRACTORS = {"boxed": last_boxed, "answer_tag": last_tagged, "hashes": after_hashes, "last_line": last_line}
 
@@ -115,10 +114,10 @@ class MathEquivalence(Reward):
         verdicts = {answer: quick_verdict(gold, answer) for answer in answers}
         verdicts |= self._compared(gold, [answer for answer, verdict in verdicts.items() if verdict is None], prompt.id)
         return [float(verdicts[answer]) for answer in answers]
+
     def problem(self, prompt: Prompt) -> str | None:
         """Return what keeps the prompt's answer from being compared with others."""
         return None if self.readable(prompt.answer) else "an answer that is no mathematical expression"
-
 
     def readable(self, answer: str | None) -> bool:
         """Return whether completions can be judged by this gold answer."""
@@ -228,7 +227,7 @@ def _letters(text: str) -> str:
 def _plain_form(answer: str) -> str:
     """Return a number in the one form that math-verify reads right, anything else as it is but for ``1\\,234``."""
     number = plain_number(answer)
-    return _THIN_SEPARATOR.sub("", answer) if number is None else str(number)
+    return without_separators(answer) if number is None else str(number)
 
 
 def _compact(text: str) -> str:

@@ -21,7 +21,9 @@ MAX_DIGITS = 1000
 
 #: Every way to write a minus, for ``str.translate``.
 MINUS_SIGNS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
-_THIN_SEPARATOR = re.compile(r"(?<=[0-9])(?:\\[,!;]|\{,\}|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+#: What stands between two groups of three digits and between no other two: ``1\,234``, ``1{,}234``, ``1,\!234``.
+THIN_SEPARATOR = r"(?:(?:,|\{,\})?\\!\s*|\{,\}|\\[,;:]|[\u00a0\u2009\u202f])"
+_SEPARATED = re.compile(rf"(?<=[0-9]){THIN_SEPARATOR}(?=[0-9]{{3}}(?![0-9]))")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}|([0-9]))\s*(?:\{([0-9]+)\}|([0-9]))")
 _NUMBER = re.compile(
     r"""
@@ -106,19 +108,19 @@ class NumericMatch(Reward):
         said = [self._quantity(self._marked(answer_text(prompt, completion))) for completion in completions]
         return [self._score(self._in_unit_of(gold, quantity), gold.number) for quantity in said]
 
-    def counters(self) -> dict[str, int]:
-        """Return how many prompts could not be judged."""
     def problem(self, prompt: Prompt) -> str | None:
         """Return what keeps the prompt's answer from being compared with others."""
         return "an answer that is not one number" if self._gold(prompt) is None else None
 
+    def counters(self) -> dict[str, int]:
+        """Return how many prompts could not be judged."""
         return {"unreadable": self.unreadable}
 
-    def _score(self, number: Fraction | None, gold: Fraction) -> float:
-        if number is None:
     def _gold(self, prompt: Prompt) -> "Quantity | None":
         return None if prompt.answer is None else only_quantity(self._marked(prompt.answer))
 
+    def _score(self, number: Fraction | None, gold: Fraction) -> float:
+        if number is None:
             return 0.0
         return float(abs(number - gold) <= max(self.absolute_tolerance, self.relative_tolerance * abs(gold)))
 
@@ -195,6 +197,11 @@ def only_quantity(text: str) -> Quantity | None:
     return _quantity(text, found[0]) if len(found) == 1 else None
 
 
+def without_separators(text: str) -> str:
+    """Return the text with digits that :data:`THIN_SEPARATOR` parts moved together."""
+    return _SEPARATED.sub("", text)
+
+
 def last_number(text: str) -> Fraction | None:
     """Return the value of the last number in the text; see :func:`last_quantity`."""
     found = last_quantity(text)
@@ -214,7 +221,7 @@ def _quantity(text: str, match: re.Match[str]) -> Quantity | None:
 
 def _normal(text: str) -> str:
     """Write minus signs, thousands separators and LaTeX fractions in one way."""
-    text = _THIN_SEPARATOR.sub(",", text.translate(MINUS_SIGNS))
+    text = _SEPARATED.sub(",", text.translate(MINUS_SIGNS))
     return _LATEX_FRACTION.sub(_plain_fraction, text)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from grpo_lit.rewards.extract import last_boxed
-from grpo_lit.rewards.numeric import MAX_DIGITS, MINUS_SIGNS, only_number
+from grpo_lit.rewards.numeric import MAX_DIGITS, MINUS_SIGNS, THIN_SEPARATOR, only_number
+from grpo_lit.rewards.units import words_beside_numbers
 
 #: Digits from which on a decimal may stand for a fraction that has no end: 0.333333 for 1/3, but not 0.33.
 MIN_DIGITS = 6
@@ -19,24 +20,17 @@ _WRAPPED = re.compile(
 _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*\}"
 _IN_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox)\s*\{([^{}]*)\}")
 _SPACES = r"(?:\s|~|\\[ ,;:!]|\\quad)*"
-_WORDS = (
-    "mm|cm|dm|km|in|inch|inches|ft|foot|feet|yd|yards?|miles?|met(?:er|re)s?|(?:centi|kilo|milli)met(?:er|re)s?|kg|mg"
-    "|grams?|kilograms?|pounds?|lbs?|ounces?|oz|tons?|lit(?:er|re)s?|ml|gallons?|seconds?|minutes?|hours?|days?|weeks?"
-    "|months?|years?|degrees?|radians?|dollars?|cents?|euros?|percent|units?|mph|people|points?"
-)
 _UNIT = re.compile(
     rf"(?<=[0-9}}.]){_SPACES}"
     r"(?:\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree|°|\\?%|[€£]"
     rf"|(?:{_TEXT}{_SPACES})+(?:\^\s*\{{?\s*[-0-9]+\s*\}}?)?"
-    rf"|(?:square|cubic)?\s*(?:{_WORDS})\b(?:\s*\^\s*\{{?[23]\}}?)?"
+    rf"|(?:square|cubic)?\s*(?:{words_beside_numbers()})\b(?:\s*\^\s*\{{?[23]\}}?)?"
     rf"){_SPACES}\Z"
 )
 _TIMES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MULTIPLE = re.compile(rf"\s*(?:\\(?:text|mbox)\s*\{{\s*)?\b({'|'.join(_TIMES)})s?\b")
 _ASSIGNED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=(?!=)")
-_GROUPED = re.compile(
-    r"(?<![0-9.])[0-9]{1,3}(?:(?:,(?:\\!\s*)?|\{,\}(?:\\!)?|\\[,;:! ]|[ ~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])"
-)
+_GROUPED = re.compile(rf"(?<![0-9.])[0-9]{{1,3}}(?:(?:{THIN_SEPARATOR}|,|\\ |[ ~])[0-9]{{3}})+(?![0-9])")
 _SIGN = r"(?P<sign>[-+]?)\s*"
 _INTEGER = r"\s*\{?\s*([-+]?[0-9]+)\s*\}?\s*"
 _NUMBER = re.compile(rf"{_SIGN}(?P<digits>[0-9]+\.?[0-9]*|\.[0-9]+)(?P<exponent>[eE][-+]?[0-9]+)?")

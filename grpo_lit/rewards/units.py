@@ -39,6 +39,8 @@ _UNITS: dict[tuple[str, Fraction], str] = {
     ("pounds sterling", _F(1)): "£ GBP",
 }
 _NAMES = {name: unit for unit, names in _UNITS.items() for name in names.split()}
+#: Further words beside a number that are not read as something else: what is counted, and units without a conversion.
+_COUNTED = "in ton gallon month year radian mph unit point people"
 
 _GAP = r"(?:\s|~|\\[ ,;:!]|\\quad)*"
 _TYPE = r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{?)?"
@@ -81,6 +83,12 @@ def unit_beside(text: str, start: int, end: int) -> Unit | None:
     if parts and (per := _PER.match(text, upto)) and (below := _WORD.match(text, per.end())):
         parts.append((below[2], -_power(below)))
     return _product(parts) if parts else None
+
+
+def words_beside_numbers() -> str:
+    """Return a regex for the words that say what a number counts, of two letters at least: one may be a variable."""
+    words = [name for name in (*_NAMES, *_COUNTED.split()) if len(name) > 1 and name.isalpha()]
+    return "|".join(rf"{word}s?" if len(word) > 2 else word for word in words)
 
 
 def marked_powers(text: str) -> str:

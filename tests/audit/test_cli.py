@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lit.audit.cli import main
+from grpo_lit.rewards import NumericMatch
 
 REPO = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("GRPO_LIT_SHARED_DATA", REPO.parent / "shared/data"))
@@ -49,6 +50,14 @@ def test_hollow_completions_can_fail_a_run(file, capsys):
     assert main([file, "--reward=MathEquivalence", "--max_errors=9", "--max_hollow=0"]) == 1
     assert r"\boxed{3 + 4}" in capsys.readouterr().out
     assert main([file, "--reward=NumericMatch", "--reward.extract=boxed", "--max_errors=9", "--max_hollow=0"]) == 0
+
+
+@pytest.mark.parametrize(("options", "status"), [([], 1), (["--fields.answer=missing"], 2)])
+def test_the_reward_is_closed_however_the_audit_ends(file, options, status, monkeypatch):
+    closed = []
+    monkeypatch.setattr(NumericMatch, "close", lambda self: closed.append(self))
+    assert main([file, "--reward=NumericMatch", *options]) == status
+    assert len(closed) == 1
 
 
 def test_a_yaml_file_names_the_reward_and_its_arguments(file, tmp_path):

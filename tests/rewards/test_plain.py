@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grpo_lit.rewards.numeric import only_number, without_separators
 from grpo_lit.rewards.plain import based, clean, plain_number, word
 
 
@@ -169,3 +170,13 @@ def test_words(text, words):
 )
 def test_numbers_of_another_base(text, digits):
     assert based(text) == digits
+
+
+@pytest.mark.parametrize(
+    "between", [r"\,", r"\;", r"\:", r"\!", r",\!", r",\! ", "{,}", r"{,}\!", "\u00a0", "\u2009", "\u202f"]
+)
+def test_every_reader_knows_the_same_separators(between):
+    text = f"12{between}345{between}678"
+    assert plain_number(text).value == 12_345_678
+    assert only_number(text) == 12_345_678
+    assert without_separators(f"({text}, x)") == "(12345678, x)"

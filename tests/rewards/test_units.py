@@ -2,6 +2,7 @@ from fractions import Fraction
 
 import pytest
 
+from grpo_lit.rewards.plain import plain_number
 from grpo_lit.rewards.units import Unit, marked_powers, unit_beside
 
 
@@ -57,3 +58,10 @@ def test_other_words_are_no_units(text):
 )
 def test_powers_of_units_are_no_numbers(text, marked):
     assert marked_powers(text) == marked
+
+
+def test_the_words_that_math_answers_may_end_in_are_those_of_the_units_and_no_variable():
+    for text in ("7 km", "7 miles", "7 kilograms", "7 min", "7 hr", "7 mL", "7 USD", "7 people", "7 years", "7 in"):
+        assert plain_number(text).value == 7, text
+    for text in ("7 m", "7s", "7 x", "7 h", "7 apples", "7 inn"):  # m may be a variable, as x is
+        assert plain_number(text) is None, text
