@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
+from rapidfuzz.distance import Indel
 
 from grpo_lit.metrics.memory import engine_memory
 from grpo_lit.metrics.rates import Rates
@@ -18,24 +20,24 @@ def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str], domains:
 
     Dropped samples (reward ``None``) do not count; a reward's own mean is over the samples it spoke on. Every name is
     present whatever the groups hold, so that all ranks add the same ones.
-    """
-    rates = Rates()
 
     Args:
         groups: What was drawn.
         reward_names: Names of the rewards.
         domains: Domains to give a solve rate of their own.
+    """
+    rates = Rates()
     samples = [(c, g.correct[i], g.rewards[i]) for g in groups for i, c in enumerate(g.completions)]
     lengths = [(len(c.token_ids), correct) for c, correct, _ in samples]
     rates.add("reward/total", _floats(reward for *_, reward in samples))
     for name in reward_names:
         rates.add(f"reward/{name}", _floats(score for g in groups for score in g.scores[name]))
     rates.add("reward/correct", _floats(correct for _, correct, _ in samples))
-    rates.add("length/mean", _floats(length for length, _ in lengths))
-    rates.add("length/correct", _floats(length for length, correct in lengths if correct))
     for domain in domains:
         flags = (flag for g in groups if g.prompt.domain == domain for flag in g.correct)
         rates.add(f"reward/correct/{domain}", _floats(flags))
+    rates.add("length/mean", _floats(length for length, _ in lengths))
+    rates.add("length/correct", _floats(length for length, correct in lengths if correct))
     rates.add("length/incorrect", _floats(length for length, correct in lengths if correct is False))
     rates.add("length/truncated", _floats(c.finish_reason == "length" for c, *_ in samples))
     judged = [g for g in groups if any(flag is not None for flag in g.correct)]
@@ -46,7 +48,21 @@ def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str], domains:
         "exploration/group_diversity",
         _floats(len({c.text for c in g.completions}) / len(g.completions) for g in groups),
     )
+    rates.add("exploration/group_similarity", _floats(s for g in groups for s in neighbour_similarities(g)))
     return rates
+
+
+def neighbour_similarities(group: Group) -> list[float]:
+    """Return how alike each sample of a group and the next one are, 0 to 1; G - 1 values.
+
+        similarity(a, b) = 2 LCS(a, b) / (len a + len b)
+
+    over token ids; LCS is the length of the longest common subsequence (the normalised Indel similarity), and two empty
+    answers are alike. Samples of a group are exchangeable, so the mean over neighbours has the expectation of the mean
+    over all G (G - 1) / 2 pairs, at linear cost.
+    """
+    samples = [completion.token_ids for completion in group.completions]
+    return [Indel.normalized_similarity(one, other) for one, other in pairwise(samples)]
 
 
 def rollout_values(rollouts: Sequence[Rollout], ranks: Ranks) -> dict[str, float]:

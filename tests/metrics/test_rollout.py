@@ -1,7 +1,12 @@
 """What is logged of scored groups."""
 
+from itertools import combinations, permutations
+from statistics import fmean
+
+import pytest
+
 from grpo_lit.metrics.evaluation import evaluation_rates
-from grpo_lit.metrics.rollout import rollout_rates
+from grpo_lit.metrics.rollout import neighbour_similarities, rollout_rates
 from grpo_lit.rollout import Completion, Group, Prompt
 
 
@@ -36,3 +41,29 @@ def test_held_out_accuracy_by_domain() -> None:
     values = rates.compute()
     assert values["val/mixed/greedy/a"] == 0.5
     assert values["val/mixed/greedy/b"] == 0.0
+
+
+def answers(*token_ids: tuple[int, ...]) -> Group:
+    samples = tuple(Completion(ids, (-1.0,) * len(ids), "x", "stop", 0) for ids in token_ids)
+    nothing = [None] * len(samples)
+    return Group(Prompt("q", ""), 0, samples, scores={"r": nothing}, rewards=nothing, correct=nothing)
+
+
+def test_similarity_of_answers_by_hand() -> None:
+    # 5 6 7 2 and 5 7 2 share 5 7 2: 2 * 3 / (4 + 3). 5 7 2 and 7 5 2 share 5 2 or 7 2: 2 * 2 / 6. 7 5 2 and 9: nothing.
+    group = answers((5, 6, 7, 2), (5, 7, 2), (7, 5, 2), (9,))
+    assert neighbour_similarities(group) == pytest.approx([6 / 7, 2 / 3, 0.0])
+    assert neighbour_similarities(answers((5, 2), (5, 2))) == [1.0]
+    assert neighbour_similarities(answers((), ())) == [1.0]
+    assert neighbour_similarities(answers((), (5,))) == [0.0]
+    assert neighbour_similarities(answers((5,))) == []
+    rates = rollout_rates([group, answers((5, 2), (5, 2))], ["r"])
+    assert rates.compute()["exploration/group_similarity"] == pytest.approx((6 / 7 + 2 / 3 + 0 + 1) / 4)
+
+
+def test_neighbours_estimate_the_mean_over_all_pairs() -> None:
+    # Over all orders of the samples, the mean over neighbours is the mean over pairs, exactly.
+    samples = [(5, 6, 2), (5, 2), (6, 6, 6, 2), (2,)]
+    pairs = [neighbour_similarities(answers(a, b))[0] for a, b in combinations(samples, 2)]
+    orders = [fmean(neighbour_similarities(answers(*order))) for order in permutations(samples)]
+    assert fmean(orders) == pytest.approx(fmean(pairs))
