@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_lit.batch import TokenBatch, segment_indices
+from grpo_lit.objectives import GroupAdvantage
 from grpo_lit.rollout import Completion, Group, KeptTokens, Prompt
 from grpo_lit.rollouts.minibatch import Rollout, UpdatePlan
 
@@ -35,6 +36,7 @@ def groups():
     return [first, second]
 
 
+# Field bug B8: one of the answers is empty.
 def test_groups_become_flat_and_samples_without_a_reward_never_were(groups):
     batch = TokenBatch.from_groups(groups, temperature=0.7, score_names=("answer", "format"))
     assert batch.prompt_ids.tolist() == [7, 8, 9, 4]
@@ -52,6 +54,18 @@ def test_groups_become_flat_and_samples_without_a_reward_never_were(groups):
     assert batch.domain.tolist() == [1, 1, 0]
     assert batch.weight_version.tolist() == [3, 3, 3]
     assert (batch.temperature, batch.tokens, batch.score_names) == (0.7, 5, ("answer", "format"))
+
+
+def test_two_equal_prompts_are_two_groups():
+    """Field bug D4: groups are told apart by what they are, not by the text of their prompts."""
+    same = [
+        Group(Prompt(name, "?", token_ids=(7,)), 0, (completion([1]),) * 2, rewards=[0.0, r])
+        for name, r in (("a", 1.0), ("b", 0.0))
+    ]
+    batch = TokenBatch.from_groups(same, 1.0)
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    advantages = GroupAdvantage(scale="none")(batch, lambda values: values)
+    assert advantages.tolist() == [-0.5, 0.5, 0.0, 0.0]
 
 
 def test_a_reward_that_is_not_a_number_drops_the_sample_too(groups):

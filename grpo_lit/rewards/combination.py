@@ -191,7 +191,8 @@ def _number(score: Any, where: str) -> float | None:
     except OverflowError:
         number = math.inf
     if not abs(number) <= LARGEST:
+        too_large = ", which float32 does not hold" if math.isfinite(number) else ""
         raise RewardError(
-            f"{where} expected a finite number that float32 holds, but got {number}: return None where it cannot judge"
+            f"{where} expected a finite number, but got {number}{too_large}: return None where it cannot judge"
         )
     return number

@@ -150,10 +150,24 @@ def test_long_prompts_are_left_out_counted_and_reported_once_per_epoch(stream):
     assert s.dropped_long >= 4
 
 
+# Field bug B5.
 def test_a_prompt_is_never_cut(stream):
     s = stream(Questions(["abcdef", "abc"]))
     with pytest.warns(UserWarning, match="1 of the 2 prompts"):
         assert {len(next(s)[0].token_ids) for _ in range(4)} == {3}
+
+
+def test_the_markup_of_a_chat_counts_in_the_length_and_is_never_stripped(tokenizer):
+    """Field bug B5: a chat prompt against a limit of 4, and of its own length and one less."""
+    prompt = PromptTemplate().render(tokenizer, letters(1)[0])
+    length = len(prompt.token_ids)
+    assert tokenizer.decode(prompt.token_ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    for room in (4, length - 1):
+        with pytest.raises(
+            ConfigError, match=rf"1 of the 1 prompts .*`data\.max_prompt_tokens` \({room}\).*q/0: {length}"
+        ):
+            next(PromptStream(letters(1), PromptTemplate(), tokenizer, room))
+    assert next(PromptStream(letters(1), PromptTemplate(), tokenizer, length))[0].token_ids == prompt.token_ids
 
 
 def test_all_prompts_too_long_is_an_error_and_not_an_endless_search(stream):
@@ -166,16 +180,19 @@ def test_an_empty_source_is_refused(stream):
         stream(Questions([]))
 
 
+# Field bug B7.
 def test_a_tokenizer_without_chat_template_is_refused_at_once(make_tokenizer):
     with pytest.raises(ConfigError, match=r"`data\.template\.chat`"):
         PromptStream(letters(3), PromptTemplate(), make_tokenizer(None), 100)
 
 
+# Field bugs D1 and D4.
 def test_a_batch_larger_than_the_source_is_refused(stream):
     with pytest.raises(ConfigError, match="at most the 3 prompts of the source, but got 4"):
         stream(letters(3)).take(4)
 
 
+# Field bug D4.
 def test_equal_questions_in_one_batch_keep_ids_and_seeds_of_their_own(stream):
     taken = stream(Questions(["same", "same"])).take(2)
     assert taken[0][0].question == taken[1][0].question

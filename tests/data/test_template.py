@@ -37,6 +37,7 @@ def test_without_a_system_message_none_is_sent(tokenizer):
     assert text == "<|im_start|>user\n3 + 4 =<|im_end|>\n<|im_start|>assistant\n"
 
 
+# Field bug B7: plain strings need no chat template.
 def test_plain_text_gets_the_tokenizers_own_special_tokens(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=None, bos=True)
     rendered = PromptTemplate(user="Q: {question} A:", chat=False).render(tokenizer, SUM)
@@ -83,6 +84,7 @@ def test_a_template_that_ignores_the_generation_prompt_has_no_opening(make_token
     assert PromptTemplate().render(tokenizer, SUM).metadata["prefill"] == ""
 
 
+# Field bug B7.
 @pytest.mark.parametrize("chat_template", [None, "", {"tool_use": "x", "rag": "y"}])
 def test_chat_without_a_chat_template_says_what_to_set(make_tokenizer, chat_template):
     tokenizer = make_tokenizer(chat_template)
@@ -106,6 +108,7 @@ def test_a_chat_template_that_refuses_a_system_message_is_named(make_tokenizer):
     assert text_of(tokenizer, PromptTemplate().render(tokenizer, SUM)) == "x"
 
 
+# Field bug B7.
 def test_a_tokenizer_without_a_padding_token_works(tokenizer):
     assert tokenizer.pad_token is None
     assert PromptTemplate().render(tokenizer, SUM).token_ids

@@ -208,6 +208,7 @@ def test_the_tokenizer_is_the_folders(tiny_model_path, tiny_tokenizer):
     assert loaded.decode(loaded(text).input_ids) == text
 
 
+# Field bug B2.
 def test_stop_tokens_are_the_union_of_both_sources(tiny_model_path):
     assert stop_token_ids(str(tiny_model_path)) == (2, 3)  # the tokenizer's is 2; generation_config.json lists 2 and 3
 

@@ -72,6 +72,7 @@ OBJECTIVES = {
 }
 
 
+# Field bug D4: micro-batches smaller than a group, down to one sequence.
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize(
     ("budget", "share"), [(1, True), (40, True), (90, True), (1, False), (60, False), (9999, False)]
@@ -126,6 +127,20 @@ def test_a_batch_without_any_signal_runs_no_micro_batch(policy: Policy) -> None:
     assert set(output.rates.compute()) >= {"optimization/clip_low", "exploration/entropy", "system/is_cut"}
 
 
+def test_answers_that_are_all_empty_move_nothing_and_no_number_is_nan(policy: Policy) -> None:
+    """Field bug B8."""
+    empty = Completion((), (), "", "length", 0)
+    group = Group(Prompt("q", "", token_ids=(5, 6)), 0, (empty, empty), rewards=[1.0, 0.0])
+    batch = TokenBatch.from_groups([group], 1.0)
+    for name in ("sequence_mean", "token_mean"):
+        learner = Learner(OBJECTIVES[name], 9999, True, ONE_PROCESS, torch.device("cpu"))
+        prepared, _ = learner.prepare(batch, UpdatePlan(num_updates=1, num_epochs=2), policy, None)
+        assert prepared.advantages.isfinite().all()
+        assert prepared.weights is None or prepared.weights.isfinite().all()
+        output = learner.gradient(policy, prepared, lambda loss: loss.backward(), lambda more: nullcontext())
+        assert (output.micro_batches, output.tokens, output.loss) == (0, 0, 0.0)
+
+
 def test_old_log_probs_are_scored_for_later_updates_only(policy: Policy) -> None:
     batch = make_rollout()
     learner = Learner(OBJECTIVES["token_mean"], 9999, True, ONE_PROCESS, torch.device("cpu"))
@@ -141,6 +156,7 @@ def test_old_log_probs_are_scored_for_later_updates_only(policy: Policy) -> None
     assert torch.equal(twice.old_logprobs[~moving], batch.sampler_logprobs[~moving])
 
 
+# Field bug D4.
 def test_minibatches_hold_whole_groups_and_every_group_once_an_epoch() -> None:
     batch = make_rollout()
     updates = UpdatePlan(num_updates=3, num_epochs=2, seed=4).sequences(batch)

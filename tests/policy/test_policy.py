@@ -98,6 +98,7 @@ def test_prefix_sharing_is_chosen_by_what_the_architecture_can_do(name: str) -> 
     assert can_share_prefix(tiny_model(name)) == (name in SHARES)
 
 
+# Field bug B4.
 @pytest.mark.parametrize("budget", [1, 20, 60, 1000])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packs_give_the_log_probs_and_gradients_of_each_sequence_alone(name: str, budget: int) -> None:

@@ -60,6 +60,7 @@ def test_the_total_is_the_weighted_sum_and_correctness_is_apart():
     assert g.correct == [True, False, True, False]
 
 
+# Field bug C10.
 def test_a_reward_that_abstains_is_no_zero():
     g = scored(
         RewardCombination(
@@ -146,6 +147,7 @@ def test_a_weight_of_zero_only_logs_and_a_negative_one_punishes():
     assert g.scores["logged"] == [5.0, 5.0]
 
 
+# Field bug C10.
 @pytest.mark.parametrize(
     "scores",
     [
@@ -168,6 +170,7 @@ def test_any_kind_of_number_becomes_a_float(scores):
     assert all(type(flag) is bool for flag in g.correct)
 
 
+# Field bug C10.
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
@@ -175,6 +178,7 @@ def test_any_kind_of_number_becomes_a_float(scores):
         ([0, 1, 0, math.inf], "sample 3 expected a finite number, but got inf"),
         (torch.tensor([0, 0, -math.inf, 0]), "sample 2 expected a finite number, but got -inf"),
         ([0, 10**400, 0, 0], "sample 1 expected a finite number, but got inf"),
+        ([0, 0, 0, 1e300], r"sample 3 expected a finite number, but got 1e\+300, which float32 does not hold"),
         ([1, 0, 1], r"one score per completion \(4\), but got 3"),
         ([1, 0, 1, 0, 1], r"one score per completion \(4\), but got 5"),
         ([], "but got 0"),
@@ -215,6 +219,7 @@ def test_the_largest_total_can_be_ranked_for_replay():
     assert Replay(hardness=0.0).priority(g) == pytest.approx(3e38 * 2**0.5)
 
 
+# Field bug C10.
 def test_a_failing_reward_is_named_and_its_cause_kept():
     class Fails(Reward):
         def __call__(self, prompt, completions):
@@ -225,6 +230,7 @@ def test_a_failing_reward_is_named_and_its_cause_kept():
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+# Field bug C10.
 def test_an_asynchronous_reward_is_refused_without_a_warning_of_its_own():
     class Async(Reward):
         async def __call__(self, prompt, completions):
@@ -244,6 +250,7 @@ def test_a_setting_that_a_reward_refuses_stays_a_config_error():
         scored(RewardCombination({"a": WeightedReward(Refuses())}))
 
 
+# Field bug B8.
 def test_an_empty_completion_and_an_empty_group_score():
     g = Group(group().prompt, 0, (Completion((), (), "", "length", 0),))
     combination = RewardCombination(

@@ -14,6 +14,7 @@ from grpo_lit.rewards.extract import (
 from grpo_lit.rollout import Completion, Prompt
 
 
+# Field bug C5: training, evaluation and the audit read answers with these functions.
 @pytest.mark.parametrize(
     ("text", "content"),
     [

@@ -25,6 +25,7 @@ def score(text, prefill="", **arguments):
     ],
 )
 def test_the_whole_format_earns_full_marks(text):
+    """Field bug C9."""
     assert score(text) == 1.0
 
 
@@ -63,12 +64,14 @@ def test_partial_credit(text, expected):
     "text", ["</think><think>", "<think>a</think><think>b</think><answer>9</answer>", "<think>a</think> 9"]
 )
 def test_all_or_nothing(text):
+    """Field bug C9."""
     assert score(text, tag_credit=0.0) == 0.0
     assert score("<think>a</think><answer>9</answer>", tag_credit=0.0) == 1.0
 
 
 @pytest.mark.parametrize("prefill", ["<think>", "<|im_start|>assistant\n<think>\n", "<think>\nLet me see."])
 def test_a_tag_that_the_template_wrote_counts(prefill):
+    """Field bug C9."""
     assert score("reasoning</think>\n<answer>9</answer>", prefill) == 1.0
     assert score("reasoning</think>\n<answer>9</answer><|im_end|>", prefill) == 1.0
     assert score("reasoning", prefill) == 0.25
@@ -100,6 +103,7 @@ def test_only_the_format_earns_full_marks(pieces):
     ("start", "end"), [("", ""), ("<think>", "x"), ("<think>", "</think><answer>"), ("", "</answer>")]
 )
 def test_200_kb_take_linear_time(piece, start, end):
+    """Field bug C9."""
     text = start + piece * (200_000 // len(piece)) + end
     started = time.process_time()
     score(text)
@@ -140,6 +144,7 @@ def fits(pattern, text, prefill="", **arguments):
     ],
 )
 def test_a_regex_for_thinking_before_the_answer(text, prefill, expected):
+    """Field bug C9."""
     assert fits(THINK, text, prefill, once=ONCE) == expected
 
 
@@ -173,6 +178,7 @@ def test_a_pattern_that_backtracks_is_given_up_and_counted():
 @pytest.mark.parametrize("piece", ["<think>", "</think>", "<think>a</think>", " ", "a\n"])
 @pytest.mark.parametrize("once", [[], ONCE])
 def test_200_kb_end_in_time_whatever_the_pattern(piece, once):
+    """Field bug C9."""
     started = time.process_time()
     fits(r"<think>.*?</think>\s*<answer>.*?</answer>", piece * (200_000 // len(piece)), once=once)
     assert time.process_time() - started < 1
@@ -226,6 +232,7 @@ def thinker(tiny_folder):
     ],
 )
 def test_one_opening_token_before_one_closing_token(thinker, text, prefill, expected):
+    """Field bug C9."""
     folder, tokenizer = thinker
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     prompt = Prompt(id="a", question="", metadata={"prefill": prefill})

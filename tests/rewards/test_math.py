@@ -40,7 +40,7 @@ def boxes(*answers):
     return completions(*(rf"So it is \boxed{{{answer}}}." for answer in answers))
 
 
-# C1: any thread.
+# Field bug C1: any thread.
 
 
 def test_any_thread_and_an_event_loop_may_ask(reward):
@@ -63,7 +63,7 @@ def test_any_thread_and_an_event_loop_may_ask(reward):
     assert reward(prompt("1/3"), boxes(r"\frac13")) == [1.0]
 
 
-# C2: expressions that hang.
+# Field bug C2: expressions that hang.
 
 GIANTS = [
     r"9^{9^{9^9}}",
@@ -117,7 +117,7 @@ def test_a_gold_that_cannot_be_evaluated_abstains():
     reward.close()
 
 
-# C3: gold first.
+# Field bug C3: gold first.
 
 
 def test_the_gold_answer_comes_first(reward):
@@ -125,7 +125,7 @@ def test_the_gold_answer_comes_first(reward):
     assert reward(prompt("x<3"), boxes(r"(-\infty,3)")) == [1.0]
 
 
-# C4: gold answers that cannot be read.
+# Field bug C4: gold answers that cannot be read.
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", "yes", "E", "no solution", r"\boxed{}", "####"])
@@ -140,7 +140,7 @@ def test_an_unreadable_gold_abstains_once_aloud_and_is_counted(answer):
     assert reward.problem(Prompt("q", "", answer=answer)) == "an answer that is no mathematical expression"
 
 
-# C5: which box.
+# Field bug C5: which box.
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_gold_answer_may_be_a_whole_solution(answer, gold):
     assert gold_answer(answer) == gold
 
 
-# C7: forms of a number, and of everything else.
+# Field bug C7: forms of a number, and of everything else.
 
 EQUAL = [
     ("1234", "1,234"),
@@ -212,8 +212,10 @@ EQUAL = [
     ("1234", r"1\,234"),
     ("1234", "1 234"),
     ("28", r"28\%"),
+    ("28", "28%"),
     (r"28\%", "28"),
     ("5", r"\$5"),
+    ("5", "$5"),
     ("5", "5 cm"),
     ("5", "5 degrees"),
     ("8/3", "2 2/3"),
@@ -234,6 +236,7 @@ DIFFERENT = [
     ("235", r"1\,234"),
     ("235", "1 234"),
     ("0.28", r"28\%"),
+    ("0.28", "28%"),
     (r"28\%", "0.28"),
     ("1", "1e3"),
     (r"\pi", "3.14"),

@@ -69,6 +69,7 @@ def score(text, answer, extract="last_number", metadata=None, **options):
     ],
 )
 def test_equal(text, answer):
+    """Field bug C7."""
     assert score(text, answer) == 1.0
 
 
@@ -103,6 +104,7 @@ def test_equal(text, answer):
     ],
 )
 def test_not_equal(text, answer):
+    """Field bug C7."""
     assert score(text, answer) == 0.0
 
 

@@ -130,11 +130,35 @@ def test_a_surplus_larger_than_a_rollout_needs_no_new_prompt() -> None:
 
 
 def test_constant_rewards_end_the_search() -> None:
+    """Field bug D1."""
     made, collect = collector(lambda n: False, DynamicSampling(oversample=1.0, max_rounds=3))
-    got = collect(4)
+    with pytest.warns(
+        UserWarning, match=r"step 0 holds 0 of 4 groups: of 12 prompts asked in 3 rounds, 12 were solved"
+    ):
+        got = collect(4)
     assert names(got) == []
     assert got.size == 0
     assert made.sampler.asked == list(range(12))
+
+
+def test_one_usable_group_in_ten_fills_what_it_can_and_says_so() -> None:
+    """Field bug D1."""
+    # 2 wanted. 3 are asked, of which 0 has signal, then ceil(1.5) = 2 a round: the fifth asks 9 and 10.
+    made, collect = collector(lambda n: n % 10 == 0, DynamicSampling(max_rounds=5))
+    assert names(collect(2)) == [0, 10]
+    assert made.sampler.asked == list(range(11))
+    _, collect = collector(lambda n: n % 10 == 0, DynamicSampling(max_rounds=4))
+    said = "holds 1 of 2 groups: of 9 prompts asked in 4 rounds, 8 were solved by no sample and 0 by all"
+    with pytest.warns(UserWarning, match=said):
+        assert names(collect(2)) == [0]
+
+
+def test_one_group_more_than_wanted_waits() -> None:
+    """Field bug D1."""
+    _, collect = collector(lambda n: n < 3, DynamicSampling(oversample=1.5, max_rounds=1))
+    got = collect(2)
+    assert (names(got), got.rates.compute()["exploration/waiting"]) == ([0, 1], 1)
+    assert names(collect(1, version=1)) == [2]
 
 
 def test_active_sampling_asks_for_as_many_as_are_missing() -> None:

@@ -42,6 +42,7 @@ def test_the_most_wanted_come_first_and_the_newest_of_equals() -> None:
     assert buffer.take(9, version=4) == ([], {})
 
 
+# Field bug D3.
 def test_capacity_counts_groups_and_the_least_wanted_make_room() -> None:
     buffer = filled((0, 0, 0.5), (1, 0, 0.2), (2, 0, 0.5), (3, 0, 0.5), capacity=2)
     assert [entry.serial for entry in buffer.take(4, version=0)[0]] == [3, 2]  # ties: the oldest went

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from grpo_lit.policy.policy import Policy
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Completion, Group, Prompt, Request, Sampling
 from grpo_lit.rollouts.engine import EngineModel
-from grpo_lit.rollouts.transformers import TransformersEngine, _draw_tokens
+from grpo_lit.rollouts.transformers import Drawn, TransformersEngine, _draw_tokens, _uniforms
 
 PROMPTS = [tuple(range(40, 60)), tuple(range(100, 107))]
 REQUESTS = [Request(prompt, seed) for prompt in PROMPTS for seed in range(6)]
@@ -103,12 +104,71 @@ def test_limits_that_leave_everything_possible_draw_the_same_tokens(engine: Tran
     assert set(loose[0].kept.counts) == {260}  # the vocabulary
 
 
+# Field bug B4.
 def test_neighbours_change_nothing(engine: TransformersEngine) -> None:
     sampling = Sampling(1.0, 8, top_k=7)
     together = engine.generate(REQUESTS, sampling)
     alone = [engine.generate([request], sampling)[0] for request in REQUESTS]
     assert [c.token_ids for c in alone] == [c.token_ids for c in together]
     assert [c.kept for c in alone] == [c.kept for c in together]
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path) -> Callable[..., list[Completion]]:
+    """``canned(rows, stops)``: what the engine makes of a model that emits these tokens, stop or no stop."""
+
+    def generate(rows: list[list[int]], stops: tuple[int, ...]) -> list[Completion]:
+        # A row is known by its random numbers, whichever rows are left in the batch.
+        token_at = {
+            float(uniform): token
+            for seed, row in enumerate(rows)
+            for uniform, token in zip(_uniforms(seed, len(row)), row, strict=True)
+        }
+
+        def emit(logits: torch.Tensor, temperature: float, limits: Any, uniforms: torch.Tensor) -> Drawn:
+            tokens = torch.tensor([token_at[float(uniform)] for uniform in uniforms])
+            return Drawn(tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], None)
+
+        monkeypatch.setattr("grpo_lit.rollouts.transformers._draw_tokens", emit)
+        engine = TransformersEngine(device="cpu")
+        engine.start(EngineModel(str(tiny_model_path), stops, 512))
+        return engine.generate([Request(PROMPTS[0], seed) for seed in range(len(rows))], Sampling(1.0, len(rows[0])))
+
+    return generate
+
+
+def test_the_first_stop_token_is_trained_on_and_nothing_after_it_though_it_is_the_pad_token(canned: Callable) -> None:
+    """Field bugs B1 and B8: the stop token at the cap ends an answer too, and an answer may be it alone."""
+    rows = [[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 6, 7, 8, 2]]
+    drawn = canned(rows, stops=(2,))
+    assert [c.finish_reason for c in drawn] == ["stop", "length", "stop", "stop"]
+    batch = TokenBatch.from_groups(
+        [Group(Prompt("q", "", token_ids=(1,)), 0, tuple(drawn), rewards=[1.0, 0.0] * 2)], 1.0
+    )
+    masks = [[int(t < length) for t in range(5)] for length in batch.lengths.tolist()]
+    assert masks == [[1, 1, 1, 0, 0], [1] * 5, [1, 0, 0, 0, 0], [1] * 5]
+    assert batch.token_ids.tolist() == [5, 6, 2, 5, 6, 7, 8, 9, 2, 5, 6, 7, 8, 2]
+    assert batch.truncated.tolist() == [False, True, False, False]
+
+
+def test_any_of_several_stop_tokens_ends_an_answer(canned: Callable) -> None:
+    """Field bug B2."""
+    drawn = canned([[5, 3, 3, 2], [5, 2, 3, 3], [5, 6, 7, 3], [5, 6, 7, 8]], stops=(2, 3))
+    assert [c.token_ids for c in drawn] == [(5, 3), (5, 2), (5, 6, 7, 3), (5, 6, 7, 8)]
+    assert [c.finish_reason for c in drawn] == ["stop", "stop", "stop", "length"]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen2"])
+def test_padding_at_the_left_changes_no_log_prob(tiny_folder: Callable, architecture: str) -> None:
+    """Field bug B4: 8 tokens beside 13, so that 5 are padding; GPT-2 counts positions, the others need the mask."""
+    folder = str(tiny_folder(architecture))
+    engine, model = TransformersEngine(device="cpu"), load_model(folder).eval()
+    engine.start(EngineModel(folder, (2, 3), 512))
+    requests = [Request(tuple(range(50, 50 + length)), seed) for seed, length in enumerate((8, 13, 1, 8))]
+    for request, completion in zip(requests, engine.generate(requests, Sampling(1.0, 6)), strict=True):
+        expected = logits_of(model, request.prompt_ids, completion).log_softmax(-1)
+        for t, token in enumerate(completion.token_ids):
+            assert completion.logprobs[t] == pytest.approx(float(expected[t, token]), abs=1e-4)
 
 
 def test_tokens_come_as_often_as_they_should_among_the_possible_ones() -> None:

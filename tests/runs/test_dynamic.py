@@ -60,6 +60,7 @@ def test_every_step_carries_the_full_count_of_groups_with_signal(
     assert any(figures["exploration/accepted"] < 1 for figures in steps.figures)  # or nothing was filtered
 
 
+# Field bug D1.
 def test_a_constant_reward_ends_in_a_message(
     make_module: Callable, make_data: Callable, make_trainer: Callable
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_constant_reward_ends_in_a_message(
         make_trainer().fit(make_module(max_idle_minibatches=2), datamodule=data)
 
 
+# Field bug D3.
 @pytest.mark.parametrize("old_policy", ["logprobs", "weights", "sampler"])
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_replayed_rows_equal_the_stored_groups_and_compare_with_their_own_sampler(
@@ -104,6 +106,7 @@ def test_replayed_rows_equal_the_stored_groups_and_compare_with_their_own_sample
     assert figures["system/staleness_max"] == num_updates
 
 
+# Field bug D3.
 def test_replayed_groups_are_not_held_by_reference(
     make_module: Callable, make_data: Callable, make_trainer: Callable
 ) -> None:
@@ -113,6 +116,76 @@ def test_replayed_groups_are_not_held_by_reference(
         for completion in group.completions:
             assert isinstance(completion.token_ids, tuple)  # immutable: no tensor, no graph, nothing shared
             assert isinstance(completion.logprobs, tuple)
+
+
+class Scripted(Reward):
+    """``score(version, n)`` for the first sample of prompt n as those weights drew it, and 0 for the others."""
+
+    def __init__(self, score: Callable[[int, int], float]) -> None:
+        self.score = score
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        first = self.score(completions[0].weight_version, int(prompt.id.rsplit("/", 1)[1]))
+        return [first] + [0.0] * (len(completions) - 1)
+
+
+@pytest.fixture
+def replaying(make_module: Callable, make_data: Callable, make_trainer: Callable) -> Callable[..., Steps]:
+    """``replaying(settings, score, steps)``: a run that asks the same four prompts at every step."""
+
+    def run(settings: Replay, score: Callable[[int, int], float], steps: int) -> Steps:
+        recorded = Steps()
+        data = make_data(rollout=RolloutOptions(replay=settings), rewards=rewards_of(Scripted(score)), train=Letters(4))
+        make_trainer(max_steps=steps, callbacks=[recorded], num_sanity_val_steps=0).fit(make_module(), datamodule=data)
+        return recorded
+
+    return run
+
+
+def stale(steps: Steps, step: int) -> list[Any]:
+    """Return the groups of a step that older weights sampled, in the order in which they stand in the rollout."""
+    return [group for group in steps.groups[step] if group.completions[0].weight_version < step]
+
+
+# Field bug D3.
+def test_a_full_buffer_keeps_the_group_of_highest_priority(replaying: Callable) -> None:
+    # The spread of rewards grows with the prompt's number; later only prompt 0 has signal, and three places are free.
+    steps = replaying(Replay(capacity=1), lambda version, n: n + 1.0 if version == 0 else 0.01 * (n == 0), 2)
+    assert steps.figures[0]["system/replay_size"] == 1
+    (group,) = stale(steps, 1)
+    assert group.prompt.id == "letters/3"
+    (stored,) = (g for g in steps.groups[0] if g.prompt.id == "letters/3")
+    assert group.state_dict() == stored.state_dict()
+    assert len({len(c.token_ids) for g in steps.groups[0] for c in g.completions}) > 1  # of different lengths
+    # Its rows in the batch are those that it had when it was new, whatever stands beside it.
+    first, second = steps.batches
+    place, source = (groups.index(g) for groups, g in ((steps.groups[1], group), (steps.groups[0], stored)))
+    ours, theirs = (batch.select((batch.group == n).nonzero()[:, 0]) for batch, n in ((second, place), (first, source)))
+    for name in ("prompt_ids", "token_ids", "lengths", "rewards", "sampler_logprobs", "weight_version"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=0)
+    torch.testing.assert_close(ours.advantages, theirs.advantages)
+    assert steps.figures[1]["system/replay_share"] == 1 / 4
+
+
+def test_of_equal_priorities_the_newest_stay_and_come_first(replaying: Callable) -> None:
+    steps = replaying(Replay(capacity=2), lambda version, n: 1.0 if version == 0 else 0.01 * (n == 0), 2)
+    asked = [group.prompt.id for group in steps.groups[0]]
+    assert [group.prompt.id for group in stale(steps, 1)] == [asked[3], asked[2]]
+    assert steps.figures[1]["system/replay_share"] == 2 / 4
+
+
+@pytest.mark.parametrize(("max_age", "version"), [(1, 1), (2, 0)])
+def test_groups_of_weights_that_are_too_old_never_come_back(replaying: Callable, max_age: int, version: int) -> None:
+    def score(weights: int, n: int) -> float:
+        # Large spreads first, then small ones in every group (nothing is replayed), then prompt 0 alone has signal.
+        return (n + 1.0, 0.01 * (n + 1), 0.01 * (n == 0))[min(weights, 2)]
+
+    steps = replaying(Replay(max_age=max_age), score, 3)
+    assert stale(steps, 1) == []
+    back = stale(steps, 2)
+    assert [group.completions[0].weight_version for group in back] == [version] * 3
+    assert [group.prompt.id for group in back] == ["letters/3", "letters/2", "letters/1"]
+    assert steps.figures[2]["system/staleness_max"] == 2 - version
 
 
 def test_prompts_without_signal_are_passed_over(

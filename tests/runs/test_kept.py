@@ -1,13 +1,16 @@
 """Limits on sampling through the real training path: the ratio to the sampler is 1."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from grpo_lit.objectives import Objective, TruncatedIS
-from grpo_lit.rollout import Sampling
+from grpo_lit.rollout import Completion, Request, Sampling
+from grpo_lit.rollouts.transformers import TransformersEngine
 
 
 class Recorder(Callback):
@@ -38,6 +41,41 @@ def test_the_learner_agrees_with_a_limited_sampler(
         assert 1.0 <= step["system/kept_tokens"] <= most
         assert step["exploration/entropy"] <= math.log(most)
         assert step["optimization/grad_norm"] > 0
+
+
+class Forgetful(TransformersEngine):
+    """Limits what is sampled, and does not say what was possible."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return [replace(completion, kept=None) for completion in super().generate(requests, sampling)]
+
+
+class MeanRatio(Callback):
+    """The mean ratio of policy and sampler over the tokens of a rollout, before the step on it."""
+
+    def __init__(self) -> None:
+        self.means: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        drawn = batch.rollout.batch
+        logprobs = pl_module.learner.evaluate(pl_module.policy, drawn).logprobs
+        self.means.append(float((logprobs - drawn.sampler_logprobs).exp().mean()))
+
+
+@pytest.mark.parametrize(("engine", "remembers"), [(TransformersEngine, True), (Forgetful, False)])
+def test_on_policy_the_mean_ratio_is_1_with_kept_tokens_and_visibly_not_without(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, engine: type, remembers: bool
+) -> None:
+    recorder, ratio = Recorder(), MeanRatio()
+    data = make_data(sampling=Sampling(1.0, max_tokens=6, completions=3, top_k=6), engine=engine(device="cpu"))
+    make_trainer(max_steps=2, callbacks=[recorder, ratio]).fit(make_module(old_policy="sampler"), datamodule=data)
+    for step, mean in zip(recorder.steps, ratio.means, strict=True):
+        if remembers:
+            assert mean == pytest.approx(1.0, abs=1e-4)
+            assert step["system/mismatch_abs"] < 1e-4
+        else:  # the mass of the six likeliest tokens
+            assert mean < 0.9
+            assert step["system/mismatch_abs"] > 0.1
 
 
 def test_without_limits_nothing_of_it_is_logged(
