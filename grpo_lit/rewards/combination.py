@@ -139,7 +139,7 @@ class RewardCombination:
             name = max(parts, key=lambda part: abs(parts[part]))
             raise RewardError(
                 f"the total reward of prompt {group.prompt.id!r}, sample {sample}, expected a number that float32 "
-                f"holds, but got {total}: {name!r} counts {parts[name]:.3g} in it, lower its scores or its `weight`"
+                f"holds, but got {total:.6g}: {name!r} counts {parts[name]:.3g} in it, lower its scores or its `weight`"
             )
         return total if parts else None
 

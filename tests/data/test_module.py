@@ -215,12 +215,14 @@ def test_numbers_that_mean_nothing_are_refused(build: Callable, changes: dict[st
         build(**changes)
 
 
-def mixed(*domains: str) -> Mixture:
-    return Mixture({name: MixturePart(Letters(4), domain=name) for name in domains})
+def mixed(*domains: str, heldout: bool = False) -> Mixture:
+    return Mixture({name: MixturePart(Letters(4, heldout), domain=name) for name in domains})
 
 
 def test_each_domain_of_a_mixture_has_a_solve_rate(build: Callable) -> None:
-    data = build(train=mixed("math", "code"), val={"both": mixed("x", "y"), "one": Letters(2, heldout=True)})
+    data = build(
+        train=mixed("math", "code"), val={"both": mixed("x", "y", heldout=True), "one": Letters(2, heldout=True)}
+    )
     assert data.domains == ("code", "math")
     names = set(data.draw().rollout.rates._sums)
     assert {"reward/correct", "reward/correct/code", "reward/correct/math"} <= names

@@ -186,7 +186,7 @@ def test_a_tokenizer_without_chat_template_is_refused_at_once(make_tokenizer):
         PromptStream(letters(3), PromptTemplate(), make_tokenizer(None), 100)
 
 
-# Field bugs D1 and D4.
+# Field bug D1, Field bug D4.
 def test_a_batch_larger_than_the_source_is_refused(stream):
     with pytest.raises(ConfigError, match="at most the 3 prompts of the source, but got 4"):
         stream(letters(3)).take(4)

@@ -258,3 +258,5 @@ def test_tags_that_are_no_tokens_are_refused(thinker):
         TokenFormat(folder, closing="<think>")
     with pytest.raises(ConfigError):
         TokenFormat("no/such/folder")
+    with pytest.raises(ConfigError, match="`tokenizer` of TokenFormat expected a folder or hub id, but got none"):
+        TokenFormat()

@@ -138,7 +138,7 @@ def canned(monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path) -> Callable[.
 
 
 def test_the_first_stop_token_is_trained_on_and_nothing_after_it_though_it_is_the_pad_token(canned: Callable) -> None:
-    """Field bugs B1 and B8: the stop token at the cap ends an answer too, and an answer may be it alone."""
+    """Field bug B1, Field bug B8: the stop token at the cap ends an answer too, and an answer may be it alone."""
     rows = [[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 6, 7, 8, 2]]
     drawn = canned(rows, stops=(2,))
     assert [c.finish_reason for c in drawn] == ["stop", "length", "stop", "stop"]

@@ -201,7 +201,7 @@ def test_held_out_prompts_are_scored_before_the_first_step_and_on_schedule(
         ({"sampling": Sampling(temperature=0.0)}, "data.sampling.temperature"),  # Field bug D6.
         ({"sampling": Sampling(completions=1)}, "data.sampling.completions"),  # field bug A2
         ({"num_updates": 5}, "data.num_updates"),  # Field bug D4: 4 groups are not cut into 5.
-        ({"prompts_per_rollout": 13}, "data.prompts_per_rollout"),  # Field bugs D1 and D4: there are 12.
+        ({"prompts_per_rollout": 13}, "data.prompts_per_rollout"),  # Field bug D1, Field bug D4: there are 12.
         ({"max_prompt_tokens": 600}, "data.max_prompt_tokens"),
         # Field bug B5: a prompt as long as the context leaves no room; one of 506 tokens would, for an answer of 6.
         ({"max_prompt_tokens": 512}, r"at most 512, the model's context, but got 512 \+ 6"),
