@@ -33,15 +33,24 @@ class ConfigBesideLogs(SaveConfigCallback):
 
 
 class GRPOCLI(LightningCLI):
-    """LightningCLI with the model's checkpoint handed to the data module."""
+    """LightningCLI with the model's checkpoint handed to the data module and to rewards that read tokens."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link what two sides must agree on, so that it is written once."""
         parser.link_arguments("model.checkpoint", "data.checkpoint")
 
     def before_instantiate_classes(self) -> None:
-        """Drop the progress bar where none is wanted: Lightning refuses ``enable_progress_bar: false`` beside one."""
-        trainer = self.config[self.subcommand].trainer
+        """Fill in the tokenizer of rewards that name none, and drop the progress bar where none is wanted.
+
+        Rewards are named by the user, so that no link can point at them. A bar: Lightning refuses
+        ``enable_progress_bar: false`` beside one.
+        """
+        config = self.config[self.subcommand]
+        for part in config.data.rewards.init_args.get("rewards", {}).values():
+            arguments = part.reward.get("init_args", {})
+            if arguments.get("tokenizer") == "":
+                arguments["tokenizer"] = config.model.checkpoint
+        trainer = config.trainer
         if trainer.enable_progress_bar is False and trainer.callbacks:
             trainer.callbacks = [part for part in trainer.callbacks if not part.class_path.endswith("ProgressBar")]
 

@@ -128,3 +128,11 @@ def test_help_explains_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "grpo_lit", "--help"], capture_output=True, text=True, check=True)
     assert all(subcommand in done.stdout for subcommand in ("fit", "validate", "test", "predict"))
+
+
+def test_a_reward_that_reads_tokens_takes_the_models_tokenizer(tiny_yaml: Path, tiny_model_path: Path) -> None:
+    form = "{reward: {class_path: TokenFormat, init_args: {opening: <|im_start|>, closing: <|endoftext|>}}, weight: 0}"
+    options = ["--data.rewards.rewards", f"{{answer: {{reward: toys.EvenShare}}, form: {form}}}"]
+    cli = run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), *options, "--trainer.max_steps", "1"])
+    assert cli.config.fit.data.rewards.init_args.rewards["form"].reward.init_args.tokenizer == str(tiny_model_path)
+    assert "reward/form" in cli.trainer.callback_metrics

@@ -131,7 +131,7 @@ class TokenFormat(Reward):
     prompt's template wrote (``metadata["prefill"]``) count as written.
 
     Args:
-        tokenizer: Folder or hub id of the model that is trained.
+        tokenizer: Folder or hub id of the model that is trained; empty: the command line takes ``model.checkpoint``.
         opening: Tag that comes first, one token of its own.
         closing: Tag that comes after it, one token of its own.
 
@@ -139,7 +139,9 @@ class TokenFormat(Reward):
         ConfigError: Where the tokenizer cannot be read, or a tag is not one token, or both are the same.
     """
 
-    def __init__(self, tokenizer: str, opening: str = "<think>", closing: str = "</think>") -> None:
+    def __init__(self, tokenizer: str = "", opening: str = "<think>", closing: str = "</think>") -> None:
+        if not tokenizer:
+            raise ConfigError("`tokenizer` of TokenFormat expected a folder or hub id, but got none: name the model's")
         words = load_tokenizer(tokenizer)
         self._names: dict[int, str] = {}
         for key, tag in (("opening", opening), ("closing", closing)):
