@@ -1,6 +1,5 @@
 """The collector: asks prompts until a rollout is full of groups worth learning from."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
@@ -122,7 +121,8 @@ class Collector:
         carried, rounds, rates_of_all, tokens = len(pool.serials), 0, list[float](), self._tokens
         while rounds < (self.dynamic.max_rounds if self.dynamic else 1) and len(pool.serials) < wanted:
             missing = wanted - len(pool.serials)
-            prompts = take(math.ceil(missing * self.dynamic.oversample) if self.dynamic else missing)
+            asked, accepted = len(rates_of_all), len(pool.serials) - carried
+            prompts = take(self.dynamic.prompts(missing, asked, accepted) if self.dynamic else missing)
             rates_of_all += self._ask(prompts, sampling, ranks, version, pool, rates)
             solved |= {p.id: rate for (p, _), rate in zip(prompts, rates_of_all[-len(prompts) :], strict=True)}
             rounds += 1

@@ -1,5 +1,6 @@
 """Settings of dynamic sampling."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,8 @@ from grpo_lit.errors import ConfigError
 
 #: A larger factor is a mistake: where one prompt in a thousand has signal, the task is at fault.
 MOST_OVERSAMPLE = 1000.0
+#: Times ``oversample`` that a later round may ask: a first round without any signal says little of the next.
+MOST_ADAPTED = 4
 
 
 @dataclass(frozen=True)
@@ -14,12 +17,18 @@ class DynamicSampling:
     """Settings of dynamic sampling: a rollout holds groups with signal only (DAPO, https://arxiv.org/abs/2503.14476).
 
     A group has signal where its samples differ in correctness. Rounds of prompts are asked until enough groups have
-    it; surplus ones wait for the next rollout. ``oversample: 1`` asks exactly as many new prompts as groups are
-    missing: active sampling (OLMo 3, https://arxiv.org/abs/2512.13961).
+    it; surplus ones wait for the next rollout. The first round asks ``oversample`` prompts for every missing group, a
+    later one as many as the rollout's acceptance so far calls for, within bounds:
+
+        prompts = missing * clip(asked / max(accepted, 1), oversample, 4 oversample)
+
+    ``oversample: 1, adapt: false`` asks exactly as many new prompts as groups are missing: active sampling (OLMo 3,
+    https://arxiv.org/abs/2512.13961).
 
     Args:
         oversample: Prompts of a round over the groups that are still missing; a round is one pass over the source at
             most.
+        adapt: Let later rounds ask more where few groups of this rollout were accepted.
         max_rounds: Rounds after which a rollout is made of what there is (after replay has filled in, if it is on).
         max_age: Rollouts that a surplus group may wait for; 0 drops it at once. In optimizer steps, which is what
             ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
@@ -30,6 +39,7 @@ class DynamicSampling:
     """
 
     oversample: float = 1.5
+    adapt: bool = True
     max_rounds: int = 4
     max_age: int = 1
     signal: Literal["correct", "reward"] = "correct"
@@ -45,3 +55,14 @@ class DynamicSampling:
             value = getattr(self, name)
             if value < bound:
                 raise ConfigError(f"`data.rollout.dynamic_sampling.{name}` expected to be >= {bound}, but got {value}")
+
+    def prompts(self, missing: int, asked: int, accepted: int) -> int:
+        """Return how many prompts the next round of a rollout asks.
+
+        Args:
+            missing: Groups that the rollout lacks.
+            asked: Prompts of its rounds so far.
+            accepted: Groups with signal among them.
+        """
+        called_for = asked / max(accepted, 1) if self.adapt else 0.0
+        return math.ceil(missing * min(max(called_for, self.oversample), MOST_ADAPTED * self.oversample))

@@ -131,7 +131,7 @@ def test_a_surplus_larger_than_a_rollout_needs_no_new_prompt() -> None:
 
 def test_constant_rewards_end_the_search() -> None:
     """Field bug D1."""
-    made, collect = collector(lambda n: False, DynamicSampling(oversample=1.0, max_rounds=3))
+    made, collect = collector(lambda n: False, DynamicSampling(oversample=1.0, adapt=False, max_rounds=3))
     with pytest.warns(
         UserWarning, match=r"step 0 holds 0 of 4 groups: of 12 prompts asked in 3 rounds, 12 were solved"
     ):
@@ -144,10 +144,10 @@ def test_constant_rewards_end_the_search() -> None:
 def test_one_usable_group_in_ten_fills_what_it_can_and_says_so() -> None:
     """Field bug D1."""
     # 2 wanted. 3 are asked, of which 0 has signal, then ceil(1.5) = 2 a round: the fifth asks 9 and 10.
-    made, collect = collector(lambda n: n % 10 == 0, DynamicSampling(max_rounds=5))
+    made, collect = collector(lambda n: n % 10 == 0, DynamicSampling(adapt=False, max_rounds=5))
     assert names(collect(2)) == [0, 10]
     assert made.sampler.asked == list(range(11))
-    _, collect = collector(lambda n: n % 10 == 0, DynamicSampling(max_rounds=4))
+    _, collect = collector(lambda n: n % 10 == 0, DynamicSampling(adapt=False, max_rounds=4))
     said = "holds 1 of 2 groups: of 9 prompts asked in 4 rounds, 8 were solved by no sample and 0 by all"
     with pytest.warns(UserWarning, match=said):
         assert names(collect(2)) == [0]
@@ -162,9 +162,21 @@ def test_one_group_more_than_wanted_waits() -> None:
 
 
 def test_active_sampling_asks_for_as_many_as_are_missing() -> None:
-    made, collect = collector(lambda n: n != 1, DynamicSampling(oversample=1.0))
+    made, collect = collector(lambda n: n != 1, DynamicSampling(oversample=1.0, adapt=False))
     assert names(collect(3)) == [0, 2, 3]
     assert made.sampler.asked == [0, 1, 2, 3]
+
+
+def test_later_rounds_ask_what_the_acceptance_so_far_calls_for() -> None:
+    # 4 wanted, 6 asked, 0 and 5 have signal: a third. 2 missing call for 2 * 3 = 6 more (6 to 11), which hold 10 alone;
+    # then 1 missing at 12 asked and 3 accepted calls for 4 (12 to 15), which hold 15.
+    made, collect = collector(lambda n: n % 5 == 0, DynamicSampling())
+    assert names(collect(4)) == [0, 5, 10, 15]
+    assert made.sampler.asked == list(range(16))
+    settings = DynamicSampling(oversample=1.5)
+    assert settings.prompts(missing=2, asked=6, accepted=6) == 3  # never less than the first round's factor
+    assert settings.prompts(missing=2, asked=600, accepted=0) == 12  # nor more than four times that
+    assert settings.prompts(missing=2, asked=0, accepted=0) == 3
 
 
 def test_replay_stands_in_for_groups_without_signal() -> None:

@@ -68,7 +68,7 @@ def test_on_policy_the_mean_ratio_is_1_with_kept_tokens_and_visibly_not_without(
 ) -> None:
     recorder, ratio = Recorder(), MeanRatio()
     data = make_data(sampling=Sampling(1.0, max_tokens=6, completions=3, top_k=6), engine=engine(device="cpu"))
-    make_trainer(max_steps=2, callbacks=[recorder, ratio]).fit(make_module(old_policy="sampler"), datamodule=data)
+    make_trainer(max_steps=2, callbacks=[recorder, ratio]).fit(make_module(), datamodule=data)
     for step, mean in zip(recorder.steps, ratio.means, strict=True):
         if remembers:
             assert mean == pytest.approx(1.0, abs=1e-4)
