@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from toys import Constant, EvenShare, Letters
+from transformers import AutoModelForCausalLM
 
 from grpo_lit.errors import ConfigError, TrainingError
 from grpo_lit.objectives import K3, GDPOAdvantage, Objective, TokenClip, TruncatedIS
@@ -281,3 +282,15 @@ def test_a_domain_without_a_beta_is_refused_before_any_model_is_loaded(
     with pytest.raises(ConfigError, match=r"`beta` of K3 expected a value for domain 'letters'"):
         make_trainer().fit(module, datamodule=make_data())
     assert module.policy is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_move_at_a_small_learning_rate(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, precision: str
+) -> None:
+    # Field bug A12: 1e-6 is far below the spacing of bf16 weights; float32 masters take it.
+    module = make_module(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0))
+    make_trainer(max_steps=3, precision=precision).fit(module, datamodule=make_data())
+    before = AutoModelForCausalLM.from_pretrained(module.checkpoint, dtype=torch.float32).state_dict()
+    gap = max(float((t.cpu() - before[n]).abs().max()) for n, t in module.policy.model.state_dict().items())
+    assert 5e-7 < gap < 1e-5
