@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
@@ -107,6 +108,26 @@ def load_model(
     if missing := sorted(report["missing_keys"]):  # transformers fills these at random and warns
         found = f"weights without {missing[0]} and {len(missing) - 1} more of a {type(model).__name__}"
         raise ConfigError(_expected(checkpoint, found, "Is this an adapter, or a model for another task?"))
+    silence_modules(model)
+    return model
+
+
+def empty_model(
+    checkpoint: str, dtype: torch.dtype = torch.float32, attn_implementation: str = "auto"
+) -> PreTrainedModel:
+    """Return what :func:`load_model` does with parameters on the meta device, which takes no memory; buffers are real.
+
+    Args:
+        checkpoint: Folder, ``.gguf`` file or hub id.
+        dtype: Of the parameters.
+        attn_implementation: As for :func:`load_model`.
+    """
+    config = load_config(checkpoint)
+    silence_config(config)
+    attention = _attention(config, attn_implementation)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()
     silence_modules(model)
     return model
 

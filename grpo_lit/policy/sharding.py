@@ -1,11 +1,17 @@
 """Sharding of a model over ranks, and the whole tensors again where somebody needs them."""
 
-from torch import Tensor, nn
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.policy.checkpoint import resolve_checkpoint
 from grpo_lit.policy.policy import Policy
 
 
@@ -40,6 +46,36 @@ def shard(policy: Policy, mesh: DeviceMesh, reshard_after_forward: bool = True, 
     # The embeddings and the head: backward needs them at once again; a frozen policy has none and lets them go.
     frozen = not any(parameter.requires_grad for parameter in policy.parameters())
     fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, offload_policy=offload)
+
+
+@torch.no_grad()
+def read_shards(policy: Policy, checkpoint: str, device: torch.device) -> None:
+    """Give a sharded policy without memory its share of the weights: no rank reads more of a file than it keeps.
+
+    Args:
+        policy: Of :func:`grpo_lit.policy.checkpoint.empty_model`, sharded.
+        checkpoint: Folder of safetensors files; see :func:`can_read_shards`.
+        device: Where the shards are to lie.
+    """
+    own = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(own[name])
+    weights = dict(policy.model.named_parameters())  # tied ones once, as in the file
+    distributed.checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(resolve_checkpoint(checkpoint)))
+
+
+def can_read_shards(policy: Policy, checkpoint: str) -> bool:
+    """Return whether the weights lie in safetensors files under the names and shapes that the policy gives them.
+
+    transformers renames or joins the weights of some architectures as it reads them, which takes the whole model.
+    """
+    folder = Path(resolve_checkpoint(checkpoint))
+    stored: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as content:
+            stored |= {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118 (no mapping)
+    return all(stored.get(name) == list(weight.shape) for name, weight in policy.model.named_parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
