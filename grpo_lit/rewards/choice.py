@@ -90,6 +90,10 @@ class MultipleChoice(Reward):
             return f"options that are neither a list of at most {len(LETTERS)} texts nor texts by letter"
         return "an answer that is not one of the options" if chosen(prompt.answer or "", texts) is None else None
 
+    def answer(self, prompt: Prompt, completion: Completion) -> str | None:
+        """Return the letter of the one option that the completion names."""
+        return self._choice(answer_text(prompt, completion), self._texts(prompt))
+
     def counters(self) -> dict[str, int]:
         """Return how many prompts could not be judged."""
         return {"unreadable": self.unreadable}

@@ -5,6 +5,7 @@ import inspect
 import math
 import time
 from collections import Counter
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
@@ -107,6 +108,24 @@ class RewardCombination:
         others = [part.reward for name, part in self.rewards.items() if name != self.correct]
         looking = [reward for reward in others if type(reward).problem is not Reward.problem]
         return None if any(reward.problem(prompt) is None for reward in looking) else found
+
+    def answers(self, group: Group) -> list[Hashable | None]:
+        """Return what each completion answers, as the reward that says ``correct`` reads it.
+
+        Raises:
+            RewardError: Where that reward fails, or returns what cannot be counted.
+        """
+        reward = self.rewards[self.correct].reward
+        try:
+            found = [reward.answer(group.prompt, completion) for completion in group.completions]
+            for answer in found:
+                hash(answer)
+        except ConfigError:
+            raise
+        except Exception as error:
+            where = f"reward {self.correct!r} ({type(reward).__name__}) on prompt {group.prompt.id!r}"
+            raise RewardError(f"{where} failed to tell answers: {type(error).__name__}: {error}") from error
+        return found
 
     def counters(self) -> dict[str, int]:
         """Return what the rewards have counted since they were made, as ``<name of the reward>_<counter>``."""

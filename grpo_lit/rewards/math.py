@@ -1,7 +1,7 @@
 """Mathematical equivalence."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
@@ -119,6 +119,14 @@ class MathEquivalence(Reward):
         """Return what keeps the prompt's answer from being compared with others."""
         return None if self.readable(prompt.answer) else "an answer that is no mathematical expression"
 
+    def answer(self, prompt: Prompt, completion: Completion) -> Hashable | None:
+        """Return the answer's value if it is one plain number, else the answer without what only sets its type.
+
+        Two forms of one expression, such as ``(x+1)^2`` and ``x^2+2x+1``, vote apart: no computer algebra is asked.
+        """
+        text = answer_text(prompt, completion)
+        return last_number(text) if self.extract == "last_number" else canonical(clean(self._region(text)))
+
     def readable(self, answer: str | None) -> bool:
         """Return whether completions can be judged by this gold answer."""
         gold = gold_answer(answer)
@@ -176,6 +184,16 @@ def gold_answer(answer: str | None) -> str:
         return ""
     boxed, marked = last_boxed(answer), after_hashes(answer)
     return clean(answer if boxed is None and marked is None else boxed if marked is None else marked)
+
+
+def canonical(answer: str) -> Hashable | None:
+    """Return one form for many ways to write a cleaned answer, without computer algebra; ``None`` for no answer."""
+    if not answer or not balanced(answer):
+        return None
+    number, words = plain_number(answer), word(answer)
+    if number is not None:
+        return number.value
+    return words[0] if words else based(answer) or _compact(answer)
 
 
 def quick_verdict(gold: str, answer: str) -> bool | None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -105,12 +105,25 @@ class NumericMatch(Reward):
                 )
             self.unreadable += 1
             return [None] * len(completions)
-        said = [self._quantity(self._marked(answer_text(prompt, completion))) for completion in completions]
+        said = [self._said(prompt, completion) for completion in completions]
         return [self._score(self._in_unit_of(gold, quantity), gold.number) for quantity in said]
 
     def problem(self, prompt: Prompt) -> str | None:
         """Return what keeps the prompt's answer from being compared with others."""
         return "an answer that is not one number" if self._gold(prompt) is None else None
+
+    def answer(self, prompt: Prompt, completion: Completion) -> Hashable | None:
+        """Return the completion's number, where units count in the unit of the prompt's answer if that can be.
+
+        A tolerance makes no two numbers one answer: 99.5 and 100 vote apart.
+        """
+        gold, said = self._gold(prompt), self._said(prompt, completion)
+        if gold is None or said is None:
+            return said
+        number = self._in_unit_of(gold, said)
+        if number is None and said.unit is not None:
+            return said.number * said.unit.factor, said.unit.dimensions
+        return said if number is None else number
 
     def counters(self) -> dict[str, int]:
         """Return how many prompts could not be judged."""
@@ -118,6 +131,9 @@ class NumericMatch(Reward):
 
     def _gold(self, prompt: Prompt) -> "Quantity | None":
         return None if prompt.answer is None else only_quantity(self._marked(prompt.answer))
+
+    def _said(self, prompt: Prompt, completion: Completion) -> "Quantity | None":
+        return self._quantity(self._marked(answer_text(prompt, completion)))
 
     def _score(self, number: Fraction | None, gold: Fraction) -> float:
         if number is None:

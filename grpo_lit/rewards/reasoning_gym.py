@@ -65,6 +65,11 @@ class ReasoningGymScore(Reward):
         self._task(prompt.metadata["task"], prompt.metadata["parameters"])
         return None
 
+    def answer(self, prompt: Prompt, completion: Completion) -> str | None:
+        """Return the text that the task's scorer is given."""
+        found = self._answer(answer_text(prompt, completion), completion.text)
+        return None if found is None else found.strip() or None
+
     def _answer(self, text: str, completion: str) -> str | None:
         if self.extract == "answer_tag":
             answer = last_tagged(text)

@@ -1,7 +1,7 @@
 """The reward ABC."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from grpo_lit.rollout import Completion, Prompt
 
@@ -20,6 +20,14 @@ class Reward(ABC):
         as ``an answer that is not one number``, since prompts are counted by it.
         """
         return None
+
+    def answer(self, prompt: Prompt, completion: Completion) -> Hashable | None:
+        """Return what a completion answers, in one form for all ways to write it; ``None`` where it gives no answer.
+
+        Majority votes count equal answers (``val/<set>/maj@k``): wrong ones must be told apart as finely as right ones.
+        By default all of the text, without white space around it, so that only equal texts vote together.
+        """
+        return completion.text.strip() or None
 
     def counters(self) -> dict[str, int]:
         """Return what this reward has counted since it was made, such as answers it gave up on; nothing by default."""
