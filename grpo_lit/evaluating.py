@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lit.data.evaluation import EvaluationBatch
-from grpo_lit.metrics.rates import Rates
+from grpo_lit.metrics.evaluation import HeldOutFigures
 from grpo_lit.ranks import Ranks
 
 
@@ -25,23 +25,28 @@ class EvaluatingModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start counting answers."""
-        self._evaluation = Rates()
+        self._figures = HeldOutFigures()
 
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count what the engine answered."""
-        self._evaluation.merge(batch.rates())
+        for place, figures in batch.figures():
+            self._figures.add(batch.name, place, figures)
 
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log accuracy over all prompts of all ranks, also when it is measured before the first step."""
-        values = self._evaluation.compute(self.ranks.sum, self.ranks.max)
+        """Log means over all prompts of all ranks, also when they are measured before the first step.
+
+        Outside of ``fit`` with the bounds of their intervals; in it they would be two more curves for every one.
+        """
+        figures = self._figures.gathered(self.ranks)
+        values = figures.means()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.log_at(self.global_step, values)
             return
-        self.log_at(self.resumed_step, values)
+        self.log_at(self.resumed_step, values | figures.bounds())
         for name, value in values.items():
             if math.isfinite(value):
                 self.log(name, value, logger=False)  # for the table that Lightning prints and returns

@@ -40,18 +40,21 @@ class EvaluationLoader:
     """Held-out prompts of one data set, answered when iterated, some at a time.
 
     Args:
-        prompts: This rank's prompts.
+        prompts: This rank's prompts, each with its place in the set.
         answer: Returns the answers to some prompts.
         prompts_per_batch: How many to hand over at a time.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], EvaluationBatch], prompts_per_batch: int
+        self,
+        prompts: Sequence[tuple[int, Prompt]],
+        answer: Callable[[Sequence[tuple[int, Prompt]]], EvaluationBatch],
+        prompts_per_batch: int,
     ) -> None:
         self._prompts, self._answer, self._size = prompts, answer, prompts_per_batch
 
     def __len__(self) -> int:
-        # One batch even of no prompts: every rank must come to the end of the loop, where accuracies are summed.
+        # One batch even of no prompts: every rank must come to the end of the loop, where figures are gathered.
         return max(-(-len(self._prompts) // self._size), 1)
 
     def __iter__(self) -> Iterator[EvaluationBatch]:

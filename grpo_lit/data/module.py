@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_lit.batch import TokenBatch
 from grpo_lit.data.checks import check_counts, check_room, check_sampling
 from grpo_lit.data.curriculum import SolveRates
-from grpo_lit.data.evaluation import Evaluation, EvaluationBatch
+from grpo_lit.data.evaluation import Evaluation, EvaluationBatch, answered
 from grpo_lit.data.heldout import HeldOut
 from grpo_lit.data.loaders import EvaluationLoader, RolloutLoader
 from grpo_lit.data.options import RolloutOptions
@@ -99,8 +99,8 @@ class RolloutDataModule(LightningDataModule):
         self._before_step: tuple[int, dict[str, Any]] | None = None
         self._started = False
         check_sampling(sampling)
-        names = ("prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens")
-        names += ("evaluation.prompts_per_batch", "evaluation.completions")
+        names = ["prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens"]
+        names += ["evaluation.prompts_per_batch", "evaluation.completions"]
         check_counts({name: attrgetter(name)(self) for name in names})
 
     # ------------------------------------------------------------------ set-up and end
@@ -274,14 +274,10 @@ class RolloutDataModule(LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
     def _evaluation_loader(self, name: str) -> EvaluationLoader:
-        mine = self._held_out.prompts[name][self.ranks.rank :: self.ranks.world_size]
+        mine = list(enumerate(self._held_out.prompts[name]))[self.ranks.rank :: self.ranks.world_size]
         return EvaluationLoader(mine, partial(self._answer, name), self.evaluation.prompts_per_batch)
 
-    def _answer(self, name: str, prompts: Sequence[Prompt]) -> EvaluationBatch:
+    def _answer(self, name: str, numbered: Sequence[tuple[int, Prompt]]) -> EvaluationBatch:
         self.sync_weights()
-        asked = [(prompt, 0) for prompt in prompts]
-        k, temperature, length = self.evaluation.completions, self.evaluation.temperature, self.sampling.max_tokens
-        greedy = self.sampler.scored_groups(asked, Sampling(0.0, length, 1))
-        sampled = self.sampler.scored_groups(asked, Sampling(temperature, length, k)) if k else []
-        self.sampler.take_seconds()  # evaluation is no part of a step's time
-        return EvaluationBatch(name, greedy, sampled, k, logged_apart(f"data.val.{name}", self._held_out.domains(name)))
+        domains = logged_apart(f"data.val.{name}", self._held_out.domains(name))
+        return answered(name, numbered, self.sampler, self.evaluation, self.sampling.max_tokens, domains)

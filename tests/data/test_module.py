@@ -163,7 +163,14 @@ def test_more_ranks_than_held_out_prompts_still_end_the_loop(build: Callable) ->
     (loader,) = data.val_dataloader()
     (batch,) = list(loader)
     assert batch.greedy == []
-    assert set(batch.rates()._sums) == {"val/held/greedy", "val/held/length", "val/held/truncated"}
+    assert list(batch.figures()) == []
+
+
+def test_ranks_share_out_the_held_out_prompts_by_their_places(build: Callable) -> None:
+    parts = [build(rank=rank, world_size=2, val={"held": Letters(5, heldout=True)}) for rank in range(2)]
+    batches = [batch for data in parts for loader in data.val_dataloader() for batch in loader]
+    assert [batch.places for batch in batches] == [[0, 2, 4], [1, 3]]
+    assert [group.prompt.id for batch in batches for group in batch.greedy] == [f"letters/{i}" for i in (0, 2, 4, 1, 3)]
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
