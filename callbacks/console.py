@@ -34,7 +34,7 @@ class Console(Callback):
         self._before = dict(state_dict["before"])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the accuracies just measured."""
+        """Print the accuracies just measured, with 95 % intervals in brackets outside of training."""
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith(self.prefix)}
         step = trainer.global_step or getattr(pl_module, "resumed_step", 0)
         self._now = {n: v for n, v in values.items() if _is_accuracy(n) and math.isfinite(v)}
@@ -42,7 +42,10 @@ class Console(Callback):
             self._before = dict(self._now)
         self._measured_at = trainer.global_step
         if self._now:
-            rank_zero_info(f"step {step}: " + ", ".join(f"{n} {v:.1%}" for n, v in self._now.items()))
+            shown = ", ".join(f"{n} {v:.1%}{_interval(values, n)}" for n, v in self._now.items())
+            rank_zero_info(f"step {step}: {shown}")
+
+    on_test_end = on_validation_end
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -69,4 +72,9 @@ class Console(Callback):
 
 
 def _is_accuracy(name: str) -> bool:
-    return name.rsplit("/", 1)[-1].split("@")[0] in ("greedy", "avg")
+    return name.rsplit("/", 1)[-1].split("@")[0] in ("greedy", "avg", "pass", "maj")
+
+
+def _interval(values: dict[str, float], name: str) -> str:
+    ends = [values.get(f"{name}/{end}") for end in ("low", "high")]
+    return "" if None in ends else f" [{ends[0]:.1%}, {ends[1]:.1%}]"

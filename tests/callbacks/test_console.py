@@ -35,6 +35,20 @@ def test_accuracies_are_printed_and_compared(caplog: pytest.LogCaptureFixture) -
     assert lines(caplog)[0] == "val/sums/greedy: 19.0% before, 48.5% after (+29.5 points)"
 
 
+def test_intervals_stand_in_brackets(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    made = trainer(0, greedy=0.485, avg=0.4, length=9.0)
+    made.callback_metrics |= {"val/sums/maj@4": 0.5, "val/sums/pass@2": 0.625, "val/sums/truncated": 0.0}
+    for name, ends in {"greedy": (0.415, 0.554), "pass@2": (0.5, 0.75), "length": (8.0, 9.5)}.items():
+        made.callback_metrics |= {f"val/sums/{name}/low": ends[0], f"val/sums/{name}/high": ends[1]}
+    for hook in (Console().on_validation_end, Console().on_test_end):
+        hook(made, MODULE)
+        assert lines(caplog) == [
+            "step 0: val/sums/greedy 48.5% [41.5%, 55.4%], val/sums/avg@4 40.0%, val/sums/maj@4 50.0%, "
+            "val/sums/pass@2 62.5% [50.0%, 75.0%]"
+        ]
+
+
 def test_a_resumed_run_remembers_its_beginning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
