@@ -4,10 +4,11 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lit.data.evaluation import EvaluationBatch
+from grpo_lit.data.predictions import PredictionWriter, prediction_rows
 from grpo_lit.metrics.evaluation import HeldOutFigures
 from grpo_lit.ranks import Ranks
 
@@ -54,8 +55,12 @@ class EvaluatingModule(LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: EvaluationBatch, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Return the answers as plain types."""
-        return [group.state_dict() for group in (*batch.greedy, *batch.sampled)]
+        """Return the answers as rows of plain types, which :class:`PredictionWriter` writes."""
+        return prediction_rows(batch)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what writes the answers of ``predict``."""
+        return [PredictionWriter()]
 
     def log_at(self, step: int, values: dict[str, float]) -> None:
         """Log finite values under their names; a leading underscore marks what was only needed on the way.

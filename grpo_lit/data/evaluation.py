@@ -17,14 +17,17 @@ class Evaluation:
         completions: k of avg@k, pass@j and maj@k, sampled at ``temperature``; 0 leaves only the greedy answer.
         temperature: Of the sampled answers.
         prompts_per_batch: Prompts handed to the engine at a time; the progress bar moves once for each.
+        predictions: File that ``predict`` writes, one JSON object per prompt (``.jsonl``); what is there is replaced
+            when all prompts are answered. ``null``: ``predictions.jsonl`` where the run is logged.
 
     Raises:
-        ConfigError: For a temperature that samples nothing.
+        ConfigError: For a temperature that samples nothing, or a file that would not be read as JSON lines.
     """
 
     completions: int = 0
     temperature: float = 1.0
     prompts_per_batch: int = 100
+    predictions: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would only show when everything is answered."""
@@ -32,6 +35,11 @@ class Evaluation:
             raise ConfigError(
                 f"`data.evaluation.temperature` expected to be > 0, but got {self.temperature}: samples would all be "
                 "the greedy answer, which is always measured; set `data.evaluation.completions` to 0 for it alone"
+            )
+        if self.predictions is not None and not self.predictions.endswith((".jsonl", ".ndjson")):
+            raise ConfigError(
+                f"`data.evaluation.predictions` expected a file that ends in .jsonl, but got {self.predictions!r}: it "
+                "holds one JSON object per line"
             )
 
 

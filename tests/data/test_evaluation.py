@@ -50,4 +50,6 @@ def test_without_samples_only_the_greedy_answer_is_drawn() -> None:
 def test_settings_that_measure_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"`data.evaluation.temperature` expected to be > 0, but got 0"):
         Evaluation(completions=4, temperature=0.0)
+    with pytest.raises(ConfigError, match=r"`data.evaluation.predictions` expected a file that ends in .jsonl"):
+        Evaluation(predictions="answers.csv")
     assert Evaluation(temperature=0.0).completions == 0
