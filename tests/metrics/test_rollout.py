@@ -5,7 +5,6 @@ from statistics import fmean
 
 import pytest
 
-from grpo_lit.metrics.evaluation import evaluation_rates
 from grpo_lit.metrics.rollout import neighbour_similarities, rollout_rates
 from grpo_lit.rollout import Completion, Group, Prompt
 
@@ -34,13 +33,6 @@ def test_one_domain_needs_no_rate_of_its_own() -> None:
     assert not [
         name for name in rollout_rates([group("math", True)], ["r"])._sums if name.startswith("reward/correct/")
     ]
-
-
-def test_held_out_accuracy_by_domain() -> None:
-    rates = evaluation_rates("mixed", [group("a", True), group("b", False), group("a", False)], [], 0, ["a", "b"])
-    values = rates.compute()
-    assert values["val/mixed/greedy/a"] == 0.5
-    assert values["val/mixed/greedy/b"] == 0.0
 
 
 def answers(*token_ids: tuple[int, ...]) -> Group:
