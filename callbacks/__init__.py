@@ -3,7 +3,9 @@
 from callbacks.checkpoint import ModelCheckpoint
 from callbacks.console import Console
 from callbacks.entropy import EntropyTarget
+from callbacks.health import Health
+from callbacks.panels import Panels
 from callbacks.progress import ProgressBar
 from callbacks.reference import ReferenceRefresh
 
-__all__ = ["Console", "EntropyTarget", "ModelCheckpoint", "ProgressBar", "ReferenceRefresh"]
+__all__ = ["Console", "EntropyTarget", "Health", "ModelCheckpoint", "Panels", "ProgressBar", "ReferenceRefresh"]

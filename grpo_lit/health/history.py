@@ -27,7 +27,7 @@ class History:
             values: By metric; those that are not finite are left out.
         """
         for name, value in values.items():
-            value = float(f"{np.float32(value):.6g}")
+            value = float(f"{float(np.float32(value)):.6g}")
             if not math.isfinite(value):
                 continue
             steps, known = self._points.setdefault(name, ([], []))

@@ -121,6 +121,7 @@ class DeadOptimizer(Rule):
     causes = (
         "the schedule has ended at 0",
         "no group has signal, or the gradient is not finite: the minibatches are skipped",
+        "the learning rate was far too high: the policy answers nothing right any more",
         "updates are lost in rounding: bf16 weights do not move at 1e-6",
     )
     checks = (

@@ -67,17 +67,20 @@ class RewardCollapse(Rule):
             prompts differ by.
         window: Steps a median is over.
         reach: How many steps back the best one may lie.
+        idle: Minibatches in a row without a single right sample, as ``optimization/skipped`` counts them within a step,
+            after which accuracy is lost wherever it came from: the run is about to end, and no window will be filled.
     """
 
     share: float = 0.5
     drop: float = 0.15
     window: int = 5
     reach: int = 200
+    idle: int = 10
 
     name = "reward_collapse"
-    reads = ("reward/correct",)
+    reads = ("reward/correct", "exploration/solve_none", "optimization/skipped")
     causes = (
-        "the learning rate is too high",
+        "the learning rate is too high and has destroyed what the weights knew",
         "the rollouts are too old, or engine and learner disagree",
         "the data have changed: a curriculum, a mixture, the end of an epoch",
     )
@@ -94,10 +97,18 @@ class RewardCollapse(Rule):
         known = min(len(history.points("reward/correct")[1]), self.reach)
         starts = range(self.window, known - self.window + 1, self.window)
         best = max((median(history.newest("reward/correct", self.window, before)) for before in starts), default=0.0)
-        if not (now < self.share * best and best - now >= self.drop):
-            return []
+        if not (now < self.share * best and round(best - now, 6) >= self.drop):
+            return self._nothing_left(history)
         symptom = f"reward/correct fell from {best:.1%} to {now:.1%} (medians of {self.window} steps)"
         return [Finding("reward/correct", now, self.share * best, symptom)]
+
+    def _nothing_left(self, history: History) -> list[Finding]:
+        skipped = sum(history.newest("optimization/skipped", 1))
+        before = max(history.points("reward/correct")[1][-self.reach : -1], default=0.0)
+        if history.newest("exploration/solve_none", 1) != [1.0] or skipped < self.idle or before == 0:
+            return []
+        symptom = f"no sample is right in {skipped:.0f} minibatches in a row; reward/correct had been {before:.1%}"
+        return [Finding("reward/correct", 0.0, self.share * before, symptom)]
 
 
 @dataclass

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import numpy as np
 
 Run = dict[str, tuple[list[int], list[float]]]
-STEPS = 240
+STEPS = 160
 VALIDATION = 20
-ONSET = 100
+ONSET = 60
 
 
 def healthy(seed: int) -> Run:
-    """Return a run of 240 steps with two updates per rollout and a validation every 20 steps.
+    """Return a run of 160 steps with two updates per rollout and a validation every 20 steps.
 
     It is modelled on the quickstart's: accuracy rises and jumps by .07 from step to step, entropy falls to a quarter
     of a nat, two thirds of the groups end without signal, answers grow a little, the first update clips nothing.
