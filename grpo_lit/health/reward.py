@@ -11,8 +11,10 @@ from grpo_lit.health.rule import Finding, Rule
 #: What rewards count, after their name: ``reward/<name>_<counter>``.
 COUNTERS = ("unreadable", "refused", "killed", "timeouts", "broken")
 _COUNTER = re.compile(rf"reward/.+_({'|'.join(COUNTERS)})")
-_NOT_A_REWARD = re.compile(r"reward/(total|correct|correct_kept|correct_dropped|overlong_penalty)")
-_ACCURACY = re.compile(r"val/.+/(greedy|avg@\d+)")
+_REWARD = re.compile(
+    r"reward/(?!(total|correct|correct_kept|correct_dropped|overlong_penalty|unreadable_prompts)$)[^/]+"
+)
+_ACCURACY = re.compile(r"val/[^/]+/(greedy|avg@\d+)")
 
 
 @dataclass
@@ -122,17 +124,20 @@ class RewardHacking(Rule):
     Args:
         train_gain: Rise of ``reward/correct`` that held-out accuracy should have shared: fifteen points are more than
             three times the noise of two medians over some hundred questions.
-        other_gain: Rise of another reward's mean that accuracy should have shared; for rewards from 0 to 1.
-        flat: Gain up to which accuracy stands still.
+        flat: Gain up to which held-out accuracy stands still.
+        other_gain: Rise of another reward's mean that ``reward/correct`` should have shared; for rewards from 0 to 1.
+        paid: Gain of ``reward/correct`` at any time of the span from which on that rise has paid: more than the noise
+            of the best of some medians.
         solved: Accuracy from which on there is no room left to rise, and nothing is called sick.
         validations: Validations of each half; three, so that one unlucky one cannot decide.
-        span: Steps between the two windows of ten in which other rewards are compared: formats take a few dozen steps
-            to be learnt, and pay after that.
+        span: Steps, in tens, between the two windows of ten in which other rewards are compared: formats take a few
+            dozen steps to be learnt, and pay after that.
     """
 
     train_gain: float = 0.15
-    other_gain: float = 0.2
     flat: float = 0.02
+    other_gain: float = 0.2
+    paid: float = 0.05
     solved: float = 0.9
     validations: int = 3
     span: int = 50
@@ -175,22 +180,21 @@ class RewardHacking(Rule):
         return [Finding(name, gain, self.flat, symptom)]
 
     def _other_rewards(self, history: History) -> list[Finding]:
-        def gain(name: str) -> float:
-            return round(median(history.newest(name, 10)) - median(history.newest(name, 10, self.span)), 6)
+        def medians(name: str) -> list[float]:
+            return [median(history.newest(name, 10, before)) for before in range(0, self.span + 1, 10)]
 
-        now, correct = median(history.newest("reward/correct", 10)), gain("reward/correct")
-        if not (now < self.solved and correct <= self.flat):
+        now, *_, start = correct = medians("reward/correct")
+        best = round(max(correct) - start, 6)
+        if not (now < self.solved and best <= self.paid):
             return []
-        names = [n for n in history.names("reward/") if not (_NOT_A_REWARD.fullmatch(n) or _COUNTER.fullmatch(n))]
+        names = [n for n in history.names("reward/") if _REWARD.fullmatch(n) and not _COUNTER.fullmatch(n)]
+        courses = {name: medians(name) for name in names}
+        gains = {name: round(course[0] - course[-1], 6) for name, course in courses.items()}
+        told = f"in {self.span} steps, reward/correct by {best:.2f} at best"
         return [
-            Finding(
-                n,
-                gain(n),
-                self.other_gain,
-                f"{n} rose by {gain(n):.2f} in {self.span} steps, accuracy by {correct:.2f}",
-            )
-            for n in names
-            if gain(n) > self.other_gain
+            Finding(name, rise, self.other_gain, f"{name} rose by {rise:.2f} {told}")
+            for name, rise in gains.items()
+            if rise > self.other_gain
         ]
 
 

@@ -21,8 +21,9 @@ def glossary() -> set[str]:
     for row in README.split("## Metrics")[1].split("\n## ")[0].splitlines():
         panel = ""
         for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []:
-            panel = name.rsplit("/", 1)[0] if "/" in name else panel
-            known.add(name if "/" in name else f"{panel}/{name}")
+            full = re.match(r"(val/<set>|reward|exploration|length|optimization|system|shadow)/", name)
+            panel = full[1] if full else panel
+            known.add(name if full else f"{panel}/{name}")
     return known
 
 

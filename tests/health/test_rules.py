@@ -112,8 +112,8 @@ EDGES = {
     ),
     "form that pays": (
         RewardHacking(),
-        {"reward__format": [0.3] * 30 + [0.9] * 30, "reward__correct": [0.5] * 30 + [0.53] * 30},
-        {"reward__format": [0.3] * 30 + [0.9] * 30, "reward__correct": [0.5] * 30 + [0.51] * 30},
+        {"reward__format": [0.3] * 30 + [0.9] * 30, "reward__correct": [0.5] * 30 + [0.56] * 10 + [0.5] * 20},
+        {"reward__format": [0.3] * 30 + [0.9] * 30, "reward__correct": [0.5] * 30 + [0.55] * 10 + [0.5] * 20},
     ),
     "nothing left to learn": (
         RewardHacking(),
@@ -217,6 +217,25 @@ def test_a_run_of_nothing_but_failures_is_named_when_it_ends_at_once() -> None:
     assert "in 20 minibatches in a row; reward/correct had been 7.0%" in str(events)
     never = diagnose(run | {"reward/correct": ([0, 1], [0.0, 0.0])}, Rules().active())
     assert {event.rule for event in never} == {"dead_optimizer"}
+
+
+#: What README calls healthy, and the threshold of the rule that must say the same.
+RANGES = {
+    "`exploration/entropy`": lambda r: f"above {r.entropy_collapse.low:g} and below {r.entropy_explosion.high:g}",
+    "`exploration/solve_all`": lambda r: f"zero_signal below {1 - r.zero_signal_starvation.share:g}",
+    "`exploration/accepted`": lambda r: f"accepted above {r.zero_signal_starvation.share:g}",
+    "`reward/<name>_unreadable`": lambda r: f"up to {r.verifier_failures.share:g} is noise",
+    "`optimization/clip_low`": lambda r: f"both shares together below {r.clip_saturation.share:g}",
+    "`optimization/kl_old`": lambda r: f"below {r.kl_blow_up.old:g}; below {r.kl_blow_up.reference:g}",
+    "`system/mismatch_abs`": lambda r: f"kl below {r.off_policy_gap.kl:g}",
+    "`system/ess`": lambda r: f"above {r.off_policy_gap.ess:g}",
+}
+
+
+@pytest.mark.parametrize("metric", RANGES)
+def test_readme_and_rules_call_the_same_healthy(metric: str) -> None:
+    (row,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {metric}")]
+    assert RANGES[metric](Rules()) in row
 
 
 def test_all_counters_of_rewards_are_known() -> None:

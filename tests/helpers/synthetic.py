@@ -33,6 +33,8 @@ def healthy(seed: int) -> Run:
         "reward/answer": correct,
         "reward/format": form,
         "reward/total": correct + 0.2 * form,
+        "reward/correct/sums": correct,
+        "reward/unreadable_prompts": np.zeros(STEPS),
         "reward/answer_unreadable": rng.choice([0, 0.004], STEPS, p=[0.95, 0.05]),
         "exploration/entropy": times(0.25 + 1.2 * np.exp(-t / 15), 0.2),
         "exploration/token_prob": around(0.9, 0.02),
