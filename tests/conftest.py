@@ -76,8 +76,15 @@ ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 32},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "phi": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt2": None,
 }
 

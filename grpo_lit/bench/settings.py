@@ -1,0 +1,157 @@
+"""What the learner's benchmark can be asked for, and the shapes it measures at."""
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import LlamaConfig
+
+from grpo_lit.errors import ConfigError
+
+#: Shapes of SmolLM2-135M, as published with its weights.
+SMOLLM2_135M: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+#: The same architecture in a size that a test can wait for.
+TINY = SMOLLM2_135M | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+RECIPES = Path(__file__).parents[2] / "configs/recipe"
+ARMS = ("ours", "plain", "trl")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How long prompts and completions are.
+
+    Attributes:
+        prompt: Tokens of every prompt.
+        cap: Most tokens of a completion.
+        median: Of log-normal lengths; ``None``: uniform from 1 to ``cap``.
+        spread: Standard deviation of the logarithm of log-normal lengths.
+    """
+
+    prompt: int
+    cap: int
+    median: float | None = None
+    spread: float = 0.5
+
+    def draw(self, count: int, generator: torch.Generator) -> list[int]:
+        """Return lengths of completions, from 1 to ``cap``."""
+        if self.median is None:
+            return torch.randint(1, self.cap + 1, (count,), generator=generator).tolist()
+        normal = torch.randn(count, generator=generator)
+        return (self.median * (self.spread * normal).exp()).round().long().clamp(1, self.cap).tolist()
+
+    def shrunk(self, factor: int = 8) -> "Preset":
+        """Return the same shape at a fraction of the lengths."""
+        median = None if self.median is None else self.median / factor
+        return Preset(math.ceil(self.prompt / factor), math.ceil(self.cap / factor), median, self.spread)
+
+
+PRESETS = {"short": Preset(53, 64), "long": Preset(256, 512, median=200.0)}
+
+
+@dataclass
+class Settings:
+    """Settings.
+
+    Attributes:
+        preset: ``short``: prompts of 53 tokens, completions of 1 to 64. ``long``: prompts of 256, completions
+            log-normal around 200, at most 512.
+        recipe: Recipe file whose loss is paid.
+        precision: ``float32``, ``bf16`` (autocast over float32 weights) or ``auto``: bf16 where the processor has
+            instructions for it.
+        rounds: How often every arm is measured; medians are over them.
+        group_size: Completions of a prompt.
+        budget: Most input tokens of a micro-batch of ours, as ``model.max_tokens_per_micro_batch``.
+        plain_rows: Sequences of a micro-batch of the others.
+        gradient_checkpointing: Recompute activations in backward, in every arm.
+        threads: Of each process; 0: as many as PyTorch takes.
+        tiny: A model of two layers and an eighth of the lengths: says whether the benchmark works, and nothing else.
+        seed: Of weights, tokens and lengths.
+        min_free_gib: An arm is ended when the machine has less memory left than this [GiB].
+        json: File to write every measurement to.
+    """
+
+    preset: Literal["short", "long"] = "short"
+    recipe: Path = RECIPES / "grpo.yaml"
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    rounds: int = 5
+    group_size: int = 8
+    budget: int = 2048
+    plain_rows: int = 16
+    gradient_checkpointing: bool = False
+    threads: int = 0
+    tiny: bool = False
+    seed: int = 0
+    min_free_gib: float = 1.0
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that mean nothing."""
+        for name, least in (("rounds", 1), ("group_size", 2), ("budget", 1), ("plain_rows", 1), ("threads", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{name}` expected to be >= {least}, but got {getattr(self, name)}")
+        if self.json is not None and not self.json.absolute().parent.is_dir():
+            raise ConfigError(f"`json` expected a file in a folder that exists, but got {self.json}: make the folder")
+
+    @property
+    def shape(self) -> Preset:
+        """Lengths of prompts and completions."""
+        return PRESETS[self.preset].shrunk() if self.tiny else PRESETS[self.preset]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of matrix products."""
+        if self.precision == "auto":
+            return torch.bfloat16 if has_bf16() else torch.float32
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """CUDA where there is one."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def model_config(self) -> LlamaConfig:
+        """Return the configuration of the model."""
+        return LlamaConfig(**(TINY if self.tiny else SMOLLM2_135M))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {f.name: str(v) if isinstance(v := getattr(self, f.name), Path) else v for f in fields(self)}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> "Settings":
+        """Rebuild settings from :meth:`to_plain`."""
+        json = values["json"]
+        return cls(**values | {"recipe": Path(values["recipe"]), "json": None if json is None else Path(json)})
+
+
+def has_bf16() -> bool:
+    """Return whether this machine multiplies bf16 matrices in hardware."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # A PyTorch that cannot tell (before 2.10) is taken for a machine without.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16"))

@@ -1,0 +1,142 @@
+"""The whole command on the smallest model, and everything that may end it early."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_lit.bench import cli
+from grpo_lit.bench.cli import gradient_distance, main
+from grpo_lit.bench.processes import ArmError, ArmProcess
+from grpo_lit.bench.settings import RECIPES, Settings
+
+SMALL = ["--tiny", "true", "--rounds", "2", "--threads", "1", "--precision", "float32", "--arms", "ours", "plain"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    file = tmp_path_factory.mktemp("benchmark") / "result.json"
+    assert main([*SMALL, "--groups", "2", "3", f"--json={file}"]) == 0
+    return json.loads(file.read_text())
+
+
+def test_ours_and_plain_agree_before_anything_is_timed(result: dict) -> None:
+    found = result["verification"]
+    assert 0 < found["gradient_distance"] < 1e-5
+    assert found["loss_ours"] == pytest.approx(found["loss_plain"], abs=1e-6)
+    assert result["failures"] == {}
+
+
+def test_arms_are_interleaved_over_the_rounds(result: dict) -> None:
+    order = [(m["groups"], m["arm"]) for m in result["measured"]]
+    assert order == 2 * [(2, "ours"), (2, "plain"), (3, "ours"), (3, "plain")]
+
+
+def test_both_did_the_same_work(result: dict) -> None:
+    for groups in (2, 3):
+        same = {(m["tokens"], m["flops"]) for m in result["measured"] if m["groups"] == groups}
+        assert len(same) == 1
+    for m in result["measured"]:
+        assert min(m[name] for name in ("gradient_seconds", "optimizer_seconds", "resident_gib", "tokens")) > 0
+        assert m["peak_gib"] >= 0
+        assert 0 < m["flops"] / m["gradient_seconds"] < m["matmul_flops_per_second"]
+
+
+def test_an_arm_that_takes_the_last_memory_is_ended_and_told(capsys: pytest.CaptureFixture) -> None:
+    assert main([*SMALL, "--min_free_gib", "1e9"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("GiB of memory left on this machine") == 2
+    assert "tokens/s" not in printed
+
+
+def test_ctrl_c_ends_every_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    started = []
+
+    def interrupt(self: ArmProcess) -> None:
+        started.append(self.process)
+        if self.name == "plain":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ArmProcess, "wait_until_ready", interrupt)
+    assert main(SMALL) == 130
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_what_a_worker_refuses_is_told(settings: Settings, tmp_path: Path) -> None:
+    # Accepted by the command for ours, but the plain learner makes no gradient of an entropy bonus.
+    settings.recipe = tmp_path / "bonus.yaml"
+    settings.recipe.write_text("model: {objective: {entropy_coefficient: 0.1}}\n")
+    process = ArmProcess("plain", settings)
+    try:
+        with pytest.raises(ArmError, match="`recipe` expected no entropy bonus"):
+            process.wait_until_ready()
+        with pytest.raises(ArmError, match="ended with status 2"):
+            process.ask("measure", groups=1)
+    finally:
+        process.close()
+
+
+def test_an_absent_peer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert main([*SMALL[:-3], "--arms", "trl"]) == 0
+    assert "trl: left out, it is not installed" in capsys.readouterr().out
+
+
+def test_gradients_that_differ_stop_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    class Answering:
+        def __init__(self, name: str, settings: Settings) -> None:
+            self.scale = 1.0 if name == "plain" else 1.001
+
+        def wait_until_ready(self) -> None:
+            return None
+
+        def ask(self, action: str, groups: int, path: str) -> dict:
+            assert action == "verify"  # nothing may be timed
+            torch.save({"w": self.scale * torch.tensor([3.0, 4.0])}, path)
+            return {"loss": 0.0}
+
+        def close(self) -> None:
+            return None
+
+    monkeypatch.setattr(cli, "ArmProcess", Answering)
+    assert main(SMALL) == 2
+    assert "expected the same gradient to 1e-05 in float32, but got 1.0e-03" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_distance_by_hand(tmp_path: Path) -> None:
+    # |(1, 2, 2)| = 3 apart, |(0, 0, 6)| = 6.
+    torch.save({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([8.0])}, tmp_path / "a.pt")
+    torch.save({"a": torch.tensor([0.0, 0.0]), "b": torch.tensor([6.0])}, tmp_path / "b.pt")
+    assert gradient_distance(tmp_path / "a.pt", tmp_path / "b.pt") == pytest.approx(0.5)
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert main(["--rounds", "0"]) == 2
+    assert main(["--groups", "4", "0"]) == 2
+    assert main(["--recipe", str(tmp_path / "none.yaml")]) == 2
+    errors = capsys.readouterr().err
+    assert "`rounds`" in errors
+    assert "`groups`" in errors
+    assert "none.yaml" in errors
+    assert "Traceback" not in errors
+
+
+def test_help_explains(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = RECIPES.parents[1] / "scripts"
+    monkeypatch.setattr(sys, "argv", ["benchmark_learner", "--help"])
+    monkeypatch.syspath_prepend(str(scripts))  # as Python does for a script
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(scripts / "benchmark_learner"))
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    for word in ("matmul peak", "--groups", "--plain_rows", "Examples"):
+        assert word in printed
