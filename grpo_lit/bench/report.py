@@ -71,7 +71,7 @@ def publish(settings: Settings, result: Result, console: Console) -> None:
         if change is not None:
             console.print(f"{arm}: time per token differs by {change:.1%} between sizes")
     for name, reason in result.failures.items():
-        console.print(f"{name}: not measured to the end: {reason}", markup=False)
+        console.print(f"{name}: not measured to the end: {reason}", markup=False, soft_wrap=True)
     if settings.json:
         write_json(settings.json, settings, result, summaries)
         console.print(f"wrote {settings.json}")

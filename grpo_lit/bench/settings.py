@@ -113,6 +113,8 @@ class Settings:
         for name, least in (("rounds", 1), ("group_size", 2), ("budget", 1), ("plain_rows", 1), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` expected to be >= {least}, but got {getattr(self, name)}")
+        if not self.recipe.is_file():
+            raise ConfigError(f"`recipe` expected a YAML file, but got {self.recipe}: see configs/recipe")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ConfigError(f"`json` expected a file in a folder that exists, but got {self.json}: make the folder")
 

@@ -123,7 +123,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture, tmp_path: Path) ->
     assert main(["--rounds", "0"]) == 2
     assert main(["--groups", "4", "0"]) == 2
     assert main(["--recipe", str(tmp_path / "none.yaml")]) == 2
-    errors = capsys.readouterr().err
+    errors = capsys.readouterr().err.replace("\n", "")
     assert "`rounds`" in errors
     assert "`groups`" in errors
     assert "none.yaml" in errors
