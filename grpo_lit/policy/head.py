@@ -11,8 +11,10 @@ from torch import Tensor
 from grpo_lit.batch import KeptTensors
 from grpo_lit.shapes import TokenFloat, TokenInt
 
-#: Bytes of float32 logits held at a time. A chunk this size stays near the cache and keeps the matrix product busy.
+#: Bytes of float32 logits held at a time: enough rows to keep the matrix product busy.
 CHUNK_BYTES = 64 * 2**20
+#: Bytes of float32 logits that a CPU passes over at a time: all passes over a block find it in the cache.
+BLOCK_BYTES = 2 * 2**20
 #: Logit of a token that was not possible: its probability is exactly 0. With -inf, 0 * inf would make entropy NaN.
 IMPOSSIBLE = -1e9
 
@@ -57,14 +59,15 @@ def logprobs_and_entropy(
     return _ChunkedHead.apply(hidden, head.weight, head.bias, targets, head, kept)
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, impossible: Bool[Tensor, "t V"] | None
-) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(_accumulator(logits.dtype)) * head.scale
+def _finished(logits: Tensor, head: Head, impossible: Bool[Tensor, "t V"] | None) -> Tensor:
+    """Return logits in float32 or better, scaled, capped and masked: in place where their precision is that already."""
+    logits = logits.to(_accumulator(logits.dtype))
+    if head.scale != 1.0:
+        logits = logits.mul_(head.scale)
     if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    logits = logits.div_(head.temperature)
+        logits = logits.div_(head.softcap).tanh_().mul_(head.softcap)
+    if head.temperature != 1.0:
+        logits = logits.div_(head.temperature)
     return logits if impossible is None else logits.masked_fill_(impossible, IMPOSSIBLE)
 
 
@@ -93,12 +96,14 @@ class _ChunkedHead(torch.autograd.Function):
         bias_c = None if bias is None else bias.to(dtype)
         logprobs, entropy, lse = (hidden.new_empty(len(targets), dtype=_accumulator(dtype)) for _ in range(3))
         with torch.autocast(device, enabled=False):
-            for chunk, impossible in _chunks(len(targets), len(weight), kept):
-                logits = _logits(hidden_c[chunk], weight_c, bias_c, head, impossible)
-                lse[chunk] = torch.logsumexp(logits, -1)
-                logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - lse[chunk]
-                probs = (logits - lse[chunk, None]).exp_()
-                entropy[chunk] = lse[chunk] - torch.einsum("tv,tv->t", probs, logits)
+            for chunk, impossible, logits in _products(hidden_c, weight_c, bias_c, kept):
+                for rows in _blocks(logits):
+                    here = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                    z = _finished(logits[rows], head, None if impossible is None else impossible[rows])
+                    lse[here] = torch.logsumexp(z, -1)
+                    logprobs[here] = z.gather(1, targets[here, None])[:, 0] - lse[here]
+                    probs = (z - lse[here, None]).exp_()
+                    entropy[here] = lse[here] - torch.linalg.vecdot(probs, z)
         ctx.head, ctx.kept, ctx.dtype, ctx.has_bias = head, kept, dtype, bias is not None
         ctx.save_for_backward(hidden, weight, targets, lse, entropy, *([bias] if bias is not None else []))
         if not head.entropy_gradient:
@@ -114,23 +119,18 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_c)
         grad_weight = torch.zeros_like(weight, dtype=_accumulator(ctx.dtype)) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=_accumulator(ctx.dtype)) if bias is not None else None
-        for chunk, impossible in _chunks(len(targets), len(weight), ctx.kept):
-            logits = _logits(hidden_c[chunk], weight_c, bias_c, head, impossible)
-            log_p = logits - lse[chunk, None]
-            grad = log_p.exp()  # dlogp/dz = onehot - p;  dH/dz = -p (log p + H)
-            if head.entropy_gradient:
-                grad *= -grad_logprobs[chunk, None] - grad_entropy[chunk, None] * (log_p + entropy[chunk, None])
-            else:
-                grad *= -grad_logprobs[chunk, None]
-            grad.scatter_add_(1, targets[chunk, None], grad_logprobs[chunk, None])
-            if head.softcap is not None:
-                grad *= 1 - (logits * (head.temperature / head.softcap)) ** 2
-            grad = grad.mul_(head.scale / head.temperature).to(ctx.dtype)
-            grad_hidden[chunk] = grad @ weight_c
+        for chunk, impossible, logits in _products(hidden_c, weight_c, bias_c, ctx.kept):
+            for rows in _blocks(logits):
+                here = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                z = _finished(logits[rows], head, None if impossible is None else impossible[rows])
+                logits[rows] = _gradient(
+                    z, targets[here], lse[here], entropy[here], (grad_logprobs[here], grad_entropy[here]), head
+                )
+            grad_hidden[chunk] = logits @ weight_c
             if grad_weight is not None:
-                _accumulate(grad_weight, grad, hidden_c[chunk])
+                _accumulate(grad_weight, logits, hidden_c[chunk])
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += logits.sum(0)
         return (
             grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -141,12 +141,54 @@ class _ChunkedHead(torch.autograd.Function):
         )
 
 
+def _gradient(
+    z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, grads: tuple[Tensor, Tensor], head: Head
+) -> Tensor:
+    """Return the gradient with respect to the products of :func:`_products`.
+
+    dlogp/dz = onehot - p;  dH/dz = -p (log p + H)
+    """
+    of_logprobs, of_entropy = grads
+    log_p = z - lse[:, None]
+    grad = log_p.exp()
+    if head.entropy_gradient:
+        grad *= -of_logprobs[:, None] - of_entropy[:, None] * log_p.add_(entropy[:, None])
+    else:
+        grad *= -of_logprobs[:, None]
+    grad.scatter_add_(1, targets[:, None], of_logprobs[:, None])
+    if head.softcap is not None:
+        grad *= 1 - (z * (head.temperature / head.softcap)) ** 2
+    if head.scale != head.temperature:
+        grad *= head.scale / head.temperature
+    return grad
+
+
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """Add grad^T hidden to ``total`` [V H] in its precision."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.T, hidden)
     else:
         total += (grad.T @ hidden).to(total.dtype)
+
+
+def _products(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptTensors | None
+) -> Iterator[tuple[slice, Bool[Tensor, "t V"] | None, Float[Tensor, "t V"]]]:
+    """Yield h W^T + b of each chunk, in memory that the next chunk takes over, and what was impossible in it."""
+    buffer = None
+    for chunk, impossible in _chunks(len(hidden), len(weight), kept):
+        part = hidden[chunk]
+        if buffer is None:
+            buffer = hidden.new_empty(len(part), len(weight))
+        logits = torch.mm(part, weight.T, out=buffer[: len(part)])
+        yield chunk, impossible, logits if bias is None else logits.add_(bias)
+
+
+def _blocks(logits: Float[Tensor, "t V"]) -> list[slice]:
+    """Return rows that a CPU keeps in its cache; on another device all of them, which launches least."""
+    rows, vocabulary = logits.shape
+    size = max(1, BLOCK_BYTES // (4 * vocabulary)) if logits.device.type == "cpu" else rows
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def _chunks(
