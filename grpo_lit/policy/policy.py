@@ -7,11 +7,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo_lit.batch import KeptTensors
+from grpo_lit.policy.attention import PACKED, attend_to_packs, no_mask
 from grpo_lit.policy.head import Head, logprobs_and_entropy
 from grpo_lit.policy.packing import Pack
 from grpo_lit.shapes import TokenFloat, TokenInt
 
-#: Attention that an arbitrary [query, key] mask cannot express, or state that runs along the row.
+#: Attention that does not see a whole sequence, or state that runs along the row.
 _UNMASKABLE = ("linear_attention", "sliding_attention", "chunked_attention", "mamba", "recurrent", "conv")
 
 
@@ -39,17 +40,17 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
+        if can_share_prefix(model):
+            attend_to_packs(model)
         self.entropy_gradient = entropy_gradient
 
     def forward(
         self, pack: Pack, targets: TokenInt, temperature: float, kept: KeptTensors | None = None
     ) -> PolicyOutput:
         """Return log-prob and entropy of the target tokens, which follow ``pack.predictor``."""
+        packed = {} if pack.layout is None else {"layout": pack.layout, "attention_mask": no_mask(pack.input_ids)}
         hidden = self.model.base_model(
-            input_ids=pack.input_ids,
-            attention_mask=pack.attention_mask(),
-            position_ids=pack.position_ids,
-            use_cache=False,
+            input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed
         ).last_hidden_state
         hidden = hidden.flatten(0, 1)[pack.predictor]
         output = self.model.get_output_embeddings()
@@ -75,8 +76,8 @@ def _logit_scale(config: PretrainedConfig) -> float:
 def can_share_prefix(model: PreTrainedModel) -> bool:
     """Return whether completions may share one copy of their prompt.
 
-    That takes attention that obeys an arbitrary mask: SDPA, and full attention in every layer. Sliding windows, linear
-    attention and recurrent layers get plain rows, one sequence each.
+    That takes full attention in every layer, and attention functions that can be exchanged for the packs' own. Sliding
+    windows, linear attention, recurrent layers and soft-capped attention get plain rows, one sequence each.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"]
@@ -84,4 +85,6 @@ def can_share_prefix(model: PreTrainedModel) -> bool:
     plain = all(not any(kind in layer for kind in _UNMASKABLE) for layer in layers)
     if getattr(config, "layer_types", None):
         windowed = False  # the layer list is the truth where there is one
-    return bool(config._attn_implementation == "sdpa" and plain and not windowed and not model._is_stateful)
+    exchangeable = config._attn_implementation in ("sdpa", PACKED) and model._can_set_attn_implementation()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return bool(exchangeable and plain and not windowed and not capped and not model._is_stateful)

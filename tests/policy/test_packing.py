@@ -24,31 +24,40 @@ def test_a_pack_holds_each_prompt_once_and_continues_its_positions() -> None:
     batch = make_batch(EXAMPLE)
     (rows,) = plan_micro_batches(batch, budget=100, share_prefix=True)
     micro, pack = pack_rows(batch, rows)
-    # First unit: prompt 1 2 3, inputs of the completions without their last token: 10 | 12 13 | nothing.
-    assert pack.input_ids[0].tolist() == [1, 2, 3, 10, 12, 13]
-    assert pack.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4]
-    assert pack.branch[0].tolist() == [0, 0, 0, 1, 2, 2]
-    # Second unit: prompt 4 5, completions 20 and 21 22 need the inputs nothing and 21; two columns of padding... of 6.
-    assert pack.input_ids[1].tolist() == [4, 5, 21, 0, 0, 0]
-    assert pack.branch[1].tolist() == [0, 0, 2, -1, -1, -1]
+    # First unit: prompt 1 2 3, inputs of the completions without their last token: 10 | 12 13 | nothing. Second unit:
+    # prompt 4 5, completions 20 and 21 22 need the inputs nothing and 21.
+    assert pack.input_ids.tolist() == [[1, 2, 3, 10, 12, 13, 4, 5, 21]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2]]
     # 10 and 12 are predicted from the prompt's last token (column 2), 11 from 10 (3), 13 from 12 (4), 14 from 13 (5);
-    # in the second row 20 and 21 from column 1, 22 from column 2.
-    assert pack.predictor.tolist() == [2, 3, 2, 4, 5, 6 + 1, 6 + 1, 6 + 2]
+    # 20 and 21 from column 7, 22 from column 8.
+    assert pack.predictor.tolist() == [2, 3, 2, 4, 5, 7, 7, 8]
     assert micro.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22]
 
 
-def test_the_mask_shows_prompt_and_self_only() -> None:
+def test_the_layout_names_the_columns_of_each_sequence() -> None:
     batch = make_batch(EXAMPLE)
     (rows,) = plan_micro_batches(batch, budget=100, share_prefix=True)
-    mask = pack_rows(batch, rows)[1].attention_mask()[0, 0].int().tolist()
-    assert mask == [
-        [1, 0, 0, 0, 0, 0],  # 1
-        [1, 1, 0, 0, 0, 0],  # 2
-        [1, 1, 1, 0, 0, 0],  # 3
-        [1, 1, 1, 1, 0, 0],  # 10
-        [1, 1, 1, 0, 1, 0],  # 12 does not see 10
-        [1, 1, 1, 0, 1, 1],  # 13
-    ]
+    layout = pack_rows(batch, rows)[1].layout
+    # 1 2 3 12 13 and, at more than .75 of its length, 1 2 3 10 with a column of padding; 4 5 21 is shorter and begins
+    # a table. The empty completion and the one of one token need no row: their prompts have one.
+    assert [table.tolist() for table in layout.tables] == [[[0, 1, 2, 4, 5], [0, 1, 2, 3, 0]], [[6, 7, 8]]]
+    # The prompt is read off the first row, 10 off the second (5 + 3), 12 13 off the first, the rest follows at 10.
+    assert layout.source.tolist() == [0, 1, 2, 8, 3, 4, 10, 11, 12]
+
+
+def test_a_prompt_whose_completions_need_no_inputs_has_a_row() -> None:
+    batch = make_batch([([1, 2, 3], [[10], []]), ([4, 5], [[20], [21, 22]])])
+    (rows,) = plan_micro_batches(batch, budget=100, share_prefix=True)
+    layout = pack_rows(batch, rows)[1].layout
+    assert [table.tolist() for table in layout.tables] == [[[0, 1, 2], [3, 4, 5]]]
+    assert layout.source.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_micro_batches_are_as_few_as_the_budget_allows_and_about_equal() -> None:
+    batch = make_batch([([1], [[5] * k]) for k in (9, 8, 7, 6, 5, 5, 5, 5)])  # as many inputs: 50 in all
+    plan = plan_micro_batches(batch, budget=30, share_prefix=True)
+    # First fit would leave 29 and 21.
+    assert [sum(unit.size for unit in rows[0]) for rows in plan] == [25, 25]
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
