@@ -42,7 +42,7 @@ def test_shards_are_read_as_transformers_reads_the_whole(
     for (name, ours), theirs in zip(policy.model.named_buffers(), expected.buffers(), strict=True):
         assert torch.equal(ours, theirs), name
     ids = torch.tensor([[5, 80, 120, 33]])
-    pack = Pack(ids, torch.arange(4)[None], None, None, predictor=torch.arange(3))
+    pack = Pack(ids, torch.arange(4)[None], layout=None, predictor=torch.arange(3))
     said, wanted = (model(pack, ids[0, 1:], 1.0).logprobs for model in (policy, Policy(expected)))
     torch.testing.assert_close(said, wanted)
 

@@ -81,7 +81,8 @@ def test_a_run_tells_what_its_files_tell(
     metrics = plugin_data_pb2.HParamsPluginData.FromString(
         contents["_hparams_/experiment"].plugin_data.content
     ).experiment.metric_infos
-    assert [metric.name.tag for metric in metrics] == ["reward/correct", "val/sums/avg@2", "val/sums/greedy"]
+    accuracies = [f"val/sums/{kind}" for kind in ("avg@2", "greedy", "maj@2", "pass@2")]
+    assert [metric.name.tag for metric in metrics] == ["reward/correct", *accuracies]
     assert [event.step for event in files.Scalars("val/sums/greedy")] == [0, 2, 4, 6]  # the row added none
 
 
