@@ -9,6 +9,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from grpo_lit.curves import read_scalars
 from grpo_lit.errors import ConfigError
@@ -39,12 +40,14 @@ def recorded_rules(run: Path) -> list[str]:
 
 
 def table(events: Sequence[Event]) -> Table:
-    """Return the events as rows, lists as lines."""
-    shown = Table("step", "what", "seen", "likely causes", "what to check or change", show_lines=True)
+    """Return a row per event; keys have a line's room even in a terminal of 80 columns."""
+    shown = Table(show_lines=True)
+    shown.add_column("seen", max_width=26, overflow="fold")
+    shown.add_column("why, and what to do", overflow="fold")
     for event in events:
-        lists = ("\n".join(f"- {text}" for text in texts) for texts in (event.causes, event.checks))
-        cells = (str(event.step), event.rule.replace("_", " "), event.symptom, *lists)
-        shown.add_row(*(cell.replace("[", r"\[") for cell in cells))
+        parts = [("likely causes", event.causes), ("what to check or change", event.checks)]
+        told = "\n".join(f"{heading}:\n" + "\n".join(f"- {text}" for text in texts) for heading, texts in parts)
+        shown.add_row(Text(f"step {event.step}: {event.rule.replace('_', ' ')}\n{event.symptom}"), Text(told))
     return shown
 
 
