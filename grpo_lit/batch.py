@@ -10,6 +10,7 @@ mask to forget. A worked example, two completions of one prompt, the second of t
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,8 @@ class TokenBatch:
         old_entropy: Entropy of the old policy at each token [nats]; ``None`` unless a selection asks for it.
         selected: Tokens whose surrogate trains; ``None``: all.
         truncated: Whether each sequence ran into the length limit.
+        masked: Whether a callback left each sequence out of the loss; ``None``: none of them.
+        sample: Where each sequence's completion stands among all completions of the groups; ``None``: unknown.
         stale: Whether older weights than this rollout's sampled each sequence: its old policy is the sampler.
         own: Whether each sequence's old policy is the policy itself, whatever ``old_logprobs`` holds; ``None``: no.
         prompt: Index of each sequence's prompt in the rollout, over all ranks; ``None``: ``group``, on one rank.
@@ -88,6 +91,8 @@ class TokenBatch:
     old_entropy: TokenFloat | None = None
     selected: TokenBool | None = None
     truncated: SequenceBool | None = None
+    masked: SequenceBool | None = None
+    sample: SequenceInt | None = None
     stale: SequenceBool | None = None
     own: SequenceBool | None = None
     prompt: SequenceInt | None = None
@@ -129,6 +134,7 @@ class TokenBatch:
         domains = tuple(sorted({g.prompt.domain for g in groups})) or ("default",)
         rows = [(n, i) for n, g in enumerate(groups) for i, reward in enumerate(g.rewards) if _is_known(reward)]
         completions = [groups[n].completions[i] for n, i in rows]
+        starts = list(accumulate((len(g.completions) for g in groups), initial=0))
         scores = [[_nan_if_none(groups[n].scores[name][i]) for name in score_names] for n, i in rows]
         kept = _kept(completions)
         return cls(
@@ -143,6 +149,8 @@ class TokenBatch:
             domain=_ints([domains.index(groups[n].prompt.domain) for n, _ in rows]),
             weight_version=_ints([c.weight_version for c in completions]),
             truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
+            masked=torch.tensor([bool(groups[n].masked) and groups[n].masked[i] for n, i in rows], dtype=torch.bool),
+            sample=_ints([starts[n] + i for n, i in rows]),
             kept_ids=None if kept is None else kept.ids,
             kept_counts=None if kept is None else kept.counts,
             temperature=temperature,
@@ -176,6 +184,8 @@ class TokenBatch:
             "advantages",
             "weights",
             "truncated",
+            "masked",
+            "sample",
             "stale",
             "own",
             "prompt",

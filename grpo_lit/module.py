@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.callback import RolloutHooks
 from grpo_lit.errors import ConfigError, TrainingError
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
 from grpo_lit.models import ModelsModule
 from grpo_lit.objectives import GDPOAdvantage, Objective, Shadows
-from grpo_lit.policy.learner import GradientOutput, Learner
+from grpo_lit.policy.learner import GradientOutput, Learner, Measurement
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 
@@ -81,6 +82,8 @@ class GRPOModule(ModelsModule):
         self.old_policy_source = old_policy
         self.max_tokens_per_micro_batch, self.gradient_clip_norm = max_tokens_per_micro_batch, gradient_clip_norm
         self.max_idle_minibatches = max_idle_minibatches
+        #: What callbacks measure of every micro-batch, into the figures of its step.
+        self.measurements: list[Measurement] = []
         self._step_started = time.perf_counter()
         for name, bound in {"max_tokens_per_micro_batch": 2, "max_idle_minibatches": 1}.items():
             if getattr(self, name) < bound:
@@ -142,6 +145,7 @@ class GRPOModule(ModelsModule):
             self.ranks,
             self.device,
             self.shadows,
+            self.measurements,
         )
 
     def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
@@ -172,6 +176,7 @@ class GRPOModule(ModelsModule):
                 f"{self.max_idle_minibatches} minibatches in a row could not move the weights; the last: {problem}. "
                 f"They had {seen}. Change the task or the rewards, or raise `model.max_idle_minibatches`"
             )
+        RolloutHooks(self.trainer).step_finished(minibatch, values)
 
     def _update(self, minibatch: Minibatch) -> tuple[dict[str, float], str | None]:
         """Try an optimizer step; return what to log, and why nothing could be made of the minibatch."""

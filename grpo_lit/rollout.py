@@ -121,6 +121,8 @@ class Group:
         scores: Per reward name, G scores; ``None`` where that reward abstained.
         rewards: G weighted sums of the scores, shaped by callbacks; ``None`` drops the sample.
         correct: G flags of the verifier, kept apart from any shaping; ``None`` where nobody could tell.
+        masked: G flags set by callbacks: such a sample counts in its group's baseline and is not trained on. Empty:
+            none of them.
     """
 
     prompt: Prompt
@@ -129,6 +131,7 @@ class Group:
     scores: dict[str, list[float | None]] = field(default_factory=dict)
     rewards: list[float | None] = field(default_factory=list)
     correct: list[bool | None] = field(default_factory=list)
+    masked: list[bool] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types only, which ``torch.load(weights_only=True)`` accepts."""

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.callback import RolloutHooks
 from grpo_lit.data.checks import check_counts, check_room, check_sampling
 from grpo_lit.data.curriculum import SolveRates
 from grpo_lit.data.evaluation import Evaluation, EvaluationBatch, answered
@@ -94,10 +95,8 @@ class RolloutDataModule(LightningDataModule):
         self._held_out: HeldOut | None = None
         self._screen: Screen | None = None
         self._rollout: Rollout | None = None
-        self._update = 0
-        self._rollouts = 0
+        self._update, self._rollouts, self._started = 0, 0, False
         self._before_step: tuple[int, dict[str, Any]] | None = None
-        self._started = False
         check_sampling(sampling)
         names = ["prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens"]
         names += ["evaluation.prompts_per_batch", "evaluation.completions"]
@@ -202,7 +201,8 @@ class RolloutDataModule(LightningDataModule):
         memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
         before, version = self._left_out(), self.engine.weight_version
         take = partial(self._screen.take, ranks=self.ranks)
-        got = self.collector.collect(self.prompts_per_rollout, take, self.sampling, self.ranks, version)
+        hooks = RolloutHooks(self.trainer)
+        got = self.collector.collect(self.prompts_per_rollout, take, self.sampling, self.ranks, version, hooks)
         self.solve_rates.record(got.solved)
         batch = TokenBatch.from_groups(got.groups, self.sampling.temperature, list(self.rewards.rewards))
         places = torch.tensor(got.places, dtype=torch.long)

@@ -114,8 +114,8 @@ class Objective:
         return self.advantage(batch, sum_ranks)
 
     def kept(self, batch: TokenBatch) -> SequenceBool:
-        """Return which sequences no filter drops."""
-        kept = torch.ones_like(batch.lengths, dtype=torch.bool)
+        """Return which sequences neither a callback nor a filter leaves out."""
+        kept = torch.ones_like(batch.lengths, dtype=torch.bool) if batch.masked is None else ~batch.masked
         for part in self.filters:
             kept = kept & part(batch)
         return kept

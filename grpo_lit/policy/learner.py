@@ -1,6 +1,6 @@
 """The learner: gradients of the objective over token-budgeted micro-batches, and log-probs of whole batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,10 @@ from grpo_lit.policy.policy import Policy, PolicyOutput
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollouts.minibatch import UpdatePlan
 from grpo_lit.shapes import SequenceBool, SequenceInt, TokenFloat
+
+#: Measures a micro-batch with advantages, weights and old log-probs, given what the policy said of it. Called before
+#: its backward; and at the start of a step on no sequence at all, where the rates must have every name.
+Measurement = Callable[[TokenBatch, PolicyOutput], Rates]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Learner:
         ranks: Sums over processes.
         device: Where the policies are.
         shadows: Recipes to measure beside it.
+        measurements: What else to measure of every micro-batch.
     """
 
     def __init__(
@@ -56,9 +61,11 @@ class Learner:
         ranks: Ranks,
         device: torch.device,
         shadows: Shadows | None = None,
+        measurements: Sequence[Measurement] = (),
     ) -> None:
         self.objective, self.budget, self.share_prefix = objective, budget, share_prefix
         self.ranks, self.device, self.shadows = ranks, device, shadows or Shadows({})
+        self.measurements = measurements
 
     def counts(self, batch: TokenBatch) -> Counts:
         """Return what an optimizer step holds over all ranks."""
@@ -162,6 +169,7 @@ class Learner:
                     backward(output.logprobs.sum() * 0.0)
                     continue
                 part = self.objective.loss(micro, output.logprobs, output.entropy)
+                rates.merge(self._measured(micro, output))
                 # Gradients are averaged over ranks, while the weights already count all ranks' sequences.
                 backward(part.loss * self.ranks.world_size)
             rates.merge(part.rates)
@@ -189,6 +197,13 @@ class Learner:
         nothing = replace(nothing, reference_logprobs=empty, advantages=nothing.rewards, weights=nothing.rewards)
         rates = self.objective.loss(nothing, empty, empty).rates
         rates.merge(self.shadows.measure(self.objective, nothing, empty, empty))
+        return rates.merge(self._measured(nothing, PolicyOutput(empty, empty)))
+
+    @torch.no_grad()
+    def _measured(self, micro: TokenBatch, output: PolicyOutput) -> Rates:
+        rates = Rates()
+        for measurement in self.measurements:
+            rates.merge(measurement(micro, output))
         return rates
 
 
@@ -227,6 +242,8 @@ def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
         old_entropy=None,
         selected=None,
         truncated=None,
+        masked=None,
+        sample=None,
         stale=None,
         own=None,
         prompt=None,

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from grpo_lit.callback import RolloutHooks
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.metrics.rollout import has_signal, rollout_rates, solve_rate
 from grpo_lit.ranks import Ranks
@@ -103,6 +104,7 @@ class Collector:
         sampling: Sampling,
         ranks: Ranks,
         version: int,
+        hooks: RolloutHooks | None = None,
     ) -> Collected:
         """Return the groups of one rollout; all ranks must call.
 
@@ -112,7 +114,9 @@ class Collector:
             sampling: How completions are drawn.
             ranks: All processes.
             version: ``global_step`` of the engine's weights.
+            hooks: Callbacks that see groups, and may shape rewards.
         """
+        hooks = hooks or RolloutHooks()
         oldest = self._rollouts - (self.dynamic.max_age if self.dynamic else 0)
         pool = self._waiting.keep([drawn >= oldest for drawn in self._waiting.drawn])
         rates, solved = self._figures_of([]), dict[str, float]()
@@ -123,7 +127,7 @@ class Collector:
             missing = wanted - len(pool.serials)
             asked, accepted = len(rates_of_all), len(pool.serials) - carried
             prompts = take(self.dynamic.prompts(missing, asked, accepted) if self.dynamic else missing)
-            rates_of_all += self._ask(prompts, sampling, ranks, version, pool, rates)
+            rates_of_all += self._ask(prompts, sampling, ranks, version, pool, rates, hooks)
             solved |= {p.id: rate for (p, _), rate in zip(prompts, rates_of_all[-len(prompts) :], strict=True)}
             rounds += 1
         first = [i < wanted for i in range(len(pool.serials))]
@@ -142,6 +146,7 @@ class Collector:
         places = [place for place, serial in enumerate(pool.serials) if serial in pool.mine]
         groups = [pool.mine[pool.serials[place]] for place in places]
         self._rollouts += 1
+        hooks.groups_kept(groups)
         return Collected(groups, places, len(pool.serials), rates, solved, self._tokens - tokens)
 
     def _ask(
@@ -152,6 +157,7 @@ class Collector:
         version: int,
         pool: _Pool,
         rates: Rates,
+        hooks: RolloutHooks,
     ) -> list[float]:
         """Ask a round of prompts; add the groups worth keeping to ``pool``, figures of all to ``rates``.
 
@@ -164,6 +170,7 @@ class Collector:
         for name, count in self.sampler.rewards.counters().items():
             samples = sum(len(group.completions) for group in groups)
             rates.add(f"reward/{name}", torch.tensor([float(count - before[name])]), count=samples)
+        hooks.groups_scored(groups)
         worth, right = (torch.zeros(len(prompts), dtype=torch.float64) for _ in range(2))
         drawn = sum(len(c.token_ids) for group in groups for c in group.completions)
         self._tokens += int(ranks.sum(torch.tensor(drawn)))

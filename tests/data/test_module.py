@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from toys import EvenShare, Letters
@@ -80,7 +81,8 @@ def build(tiny_model_path: Path) -> Callable[..., RolloutDataModule]:
             global_step=0, named_weights=lambda: iter(()), score=lambda ids: [-1.0] * (len(ids) - 1)
         )
         state = SimpleNamespace(fn=TrainerFn.FITTING)
-        data.trainer = SimpleNamespace(strategy=strategy, lightning_module=module, global_step=0, state=state)
+        data.trainer = Mock(spec=Trainer, strategy=strategy, lightning_module=module, global_step=0, state=state)
+        data.trainer.callbacks = []
         data.setup("fit")
         return data
 
