@@ -11,7 +11,7 @@ from grpo_lit.metrics.memory import engine_memory
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.objectives.advantages import EQUAL_SHARE
 from grpo_lit.ranks import Ranks
-from grpo_lit.rollout import Group
+from grpo_lit.rollout import Completion, Group
 from grpo_lit.rollouts.minibatch import Rollout
 
 
@@ -40,6 +40,7 @@ def rollout_rates(groups: Sequence[Group], reward_names: Sequence[str], domains:
     rates.add("length/correct", _floats(length for length, correct in lengths if correct))
     rates.add("length/incorrect", _floats(length for length, correct in lengths if correct is False))
     rates.add("length/truncated", _floats(c.finish_reason == "length" for c, *_ in samples))
+    rates.add("length/repetition", _floats(ends_in_a_loop(c) for c, *_ in samples))
     judged = [g for g in groups if any(flag is not None for flag in g.correct)]
     rates.add("exploration/solve_all", _floats(all(g.correct) for g in judged))
     rates.add("exploration/solve_none", _floats(not any(g.correct) for g in judged))
@@ -89,6 +90,27 @@ def solve_rate(group: Group) -> float:
     """Return the share of right samples among those that could be judged; 0 where none could."""
     judged = [flag for flag in group.correct if flag is not None]
     return sum(judged) / len(judged) if judged else 0.0
+
+
+#: Longest n-gram that is looked for at the end of a completion, fewest times it must stand there, and fewest tokens of
+#: all of them: numbers such as 1000000 and a row of dashes are no loop.
+LONGEST_NGRAM, FEWEST_TIMES, FEWEST_TOKENS = 64, 3, 16
+
+
+def ends_in_a_loop(completion: Completion) -> bool:
+    """Return whether the end of a completion is one n-gram over and over: a sampler that no longer gets anywhere.
+
+    For some n from 1 to 64, each of the last max(3 n, 16) tokens, the stop token apart, equals the one n before it
+    wherever that one is among them too.
+    """
+    ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+    for n in range(1, LONGEST_NGRAM + 1):
+        size = max(FEWEST_TIMES * n, FEWEST_TOKENS)
+        if size > len(ids):
+            return False
+        if ids[-1] == ids[-1 - n] and ids[len(ids) - size + n :] == ids[len(ids) - size : -n]:
+            return True
+    return False
 
 
 def _floats(values: Iterable[float | None]) -> torch.Tensor:
