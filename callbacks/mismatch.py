@@ -12,7 +12,7 @@ from grpo_lit.callback import RolloutCallback
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.module import GRPOModule
-from grpo_lit.objectives import Terms
+from grpo_lit.objectives import Objective, Terms
 from grpo_lit.policy.policy import PolicyOutput
 
 
@@ -37,22 +37,25 @@ class MismatchByPosition(RolloutCallback):
                 f"`edges` of MismatchByPosition expected rising positions from 0 on, but got {list(edges)}"
             )
         self.edges = tuple(edges)
+        self._objective: Objective | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have every micro-batch measured."""
-        cast("GRPOModule", pl_module).measurements.append(self.measure)
+        module = cast("GRPOModule", pl_module)
+        self._objective = module.objective
+        module.measurements.append(self.measure)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure no more."""
         cast("GRPOModule", pl_module).measurements.remove(self.measure)
 
     def measure(self, batch: TokenBatch, output: PolicyOutput) -> Rates:
-        """Return |logp_old - logp_sampler| of the tokens of each bucket."""
+        """Return |logp_old - logp_sampler| of the tokens of each bucket that ``system/mismatch_abs`` counts."""
         terms = Terms.of(batch, output.logprobs, output.entropy)
         gap = (terms.old_logprobs - terms.sampler_logprobs).abs()
         starts = batch.lengths.cumsum(0) - batch.lengths
         position = torch.arange(len(gap), device=gap.device) - starts[terms.sequence]
-        rates = Rates()
+        counted, rates = self._objective.is_moved_by_task(batch)[terms.sequence], Rates()
         for first, end in zip(self.edges, (*self.edges[1:], math.inf), strict=True):
-            rates.add(f"system/mismatch_abs_from_{first}", gap[(position >= first) & (position < end)])
+            rates.add(f"system/mismatch_abs_from_{first}", gap[counted & (position >= first) & (position < end)])
         return rates

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightning.pytorch import Callback, Trainer
 
@@ -69,6 +69,7 @@ class RolloutHooks:
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._trainer = trainer
         callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+        self._module = None if trainer is None else cast("grpo_lit.module.GRPOModule", trainer.lightning_module)
         self._callbacks = [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
 
     def groups_scored(self, groups: Sequence[Group]) -> None:
@@ -79,19 +80,19 @@ class RolloutHooks:
         """
         for callback in self._callbacks:
             before = [list(group.correct) for group in groups]
-            callback.on_groups_scored(self._trainer, self._trainer.lightning_module, groups)
+            callback.on_groups_scored(self._trainer, self._module, groups)
             for group, correct in zip(groups, before, strict=True):
                 _check(type(callback).__name__, group, correct)
 
     def groups_kept(self, groups: Sequence[Group]) -> None:
         """Call ``on_groups_kept``."""
         for callback in self._callbacks:
-            callback.on_groups_kept(self._trainer, self._trainer.lightning_module, groups)
+            callback.on_groups_kept(self._trainer, self._module, groups)
 
     def step_finished(self, minibatch: Minibatch, values: dict[str, float]) -> None:
         """Call ``on_step_finished``."""
         for callback in self._callbacks:
-            callback.on_step_finished(self._trainer, self._trainer.lightning_module, minibatch, values)
+            callback.on_step_finished(self._trainer, self._module, minibatch, values)
 
 
 def _check(name: str, group: Group, correct: list[bool | None]) -> None:

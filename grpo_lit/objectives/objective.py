@@ -135,9 +135,9 @@ class Objective:
 
     def contributes(self, batch: TokenBatch) -> SequenceBool:
         """Return which sequences can move the policy at all: the others need no forward, yet stay in the counts."""
-        return batch.lengths > 0 if self.entropy_coefficient > 0 else self._is_moved_by_task(batch)
+        return batch.lengths > 0 if self.entropy_coefficient > 0 else self.is_moved_by_task(batch)
 
-    def _is_moved_by_task(self, batch: TokenBatch) -> SequenceBool:
+    def is_moved_by_task(self, batch: TokenBatch) -> SequenceBool:
         """Return which sequences can move the policy by reward or KL, whatever the entropy bonus is at the moment."""
         moves = batch.advantages != 0
         if batch.selected is not None:
@@ -163,7 +163,7 @@ class Objective:
             factor = factor * correction.weight
         value = factor * surrogate.value
         per_token = -value if batch.selected is None else torch.where(batch.selected, -value, 0.0)
-        counted = self._is_moved_by_task(batch)[terms.sequence]
+        counted = self.is_moved_by_task(batch)[terms.sequence]
         rates = measure(terms, surrogate, corrections, factor, counted)
         if self.selection is not None:
             rates.add("optimization/selected", batch.selected[counted])

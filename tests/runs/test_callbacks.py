@@ -98,25 +98,26 @@ def test_bounds_by_other_names(make_module: Callable, make_data: Callable, make_
 def test_schedules_and_shaping_go_on_where_a_resumed_run_was(
     make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path
 ) -> None:
-    def build(max_steps: int, *callbacks: Callback) -> tuple[Any, Any, Trainer, Values]:
+    def build(max_steps: int, *callbacks: Callback) -> tuple[Any, Any, Trainer, Values, GradientNoiseScale]:
         # No entropy of 260 tokens is above 9 nats: the loop rises at every step.
         schedule = ClipSchedule(Linear(0.3, 0.0, 6), EntropyLoop(9.0, start=0.01, rate=0.01, minimum=0.0))
-        values, module = Values(), make_module(objective=Objective(surrogate=TokenClip()))
-        parts = [schedule, SoftOverlong(cache=4), GradientNoiseScale(decay=0.5), values, *callbacks]
-        module.max_tokens_per_micro_batch = 60
-        return module, make_data(num_updates=2), make_trainer(max_steps=max_steps, callbacks=parts), values
+        values, noise = Values(), GradientNoiseScale(decay=0.5)
+        module = make_module(objective=Objective(surrogate=TokenClip()), max_tokens_per_micro_batch=60)
+        parts = [schedule, SoftOverlong(cache=4), noise, values, *callbacks]
+        return module, make_data(num_updates=2), make_trainer(max_steps=max_steps, callbacks=parts), values, noise
 
-    straight, data, trainer, everything = build(6)
+    straight, data, trainer, everything, noise = build(6)
     trainer.fit(straight, datamodule=data)
     assert [step[HIGH] for step in everything.steps] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05, 0.06])
     saver = ModelCheckpoint(tmp_path / "saved", filename="x", every_n_train_steps=3)
-    module, data, trainer, _ = build(3, saver)
+    module, data, trainer, *_ = build(3, saver)
     trainer.fit(module, datamodule=data)
-    resumed, data, trainer, rest = build(6)
+    resumed, data, trainer, rest, same_noise = build(6)
     trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / "saved" / "x.ckpt"))
-    for name in (LOW, HIGH, "optimization/loss", "optimization/noise_scale"):
-        assert [step.get(name) for step in rest.steps] == [step.get(name) for step in everything.steps[3:]]
-    assert "optimization/noise_scale" in everything.steps[-1]
+    for name in (LOW, HIGH, "optimization/loss"):
+        assert [step[name] for step in rest.steps] == [step[name] for step in everything.steps[3:]]
+    assert same_noise.state_dict() == noise.state_dict()
+    assert noise.state_dict()["noise"] != 0
     torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)
 
 
@@ -207,10 +208,16 @@ def test_the_gap_by_position_splits_the_gap(make_module: Callable, make_data: Ca
             tokens = batch.rollout.batch
             position = torch.cat([torch.arange(int(n)) for n in tokens.lengths])
             tokens.sampler_logprobs.add_(position.float())
+
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            tokens = batch.rollout.batch
+            position = torch.cat([torch.arange(int(n)) for n in tokens.lengths[tokens.advantages != 0]])
             self.counts = torch.bincount(position, minlength=6)
 
     shift, values, module = Shift(), Values(), make_module(max_tokens_per_micro_batch=60)
-    # An entropy bonus sends every sequence through the policy, those without an advantage too.
+    # An entropy bonus sends every sequence through the policy; those that reward moves count.
     module.objective.entropy_coefficient = 1e-4
     parts = [shift, MismatchByPosition(edges=(0, 1, 3, 100)), values]
     make_trainer(max_steps=1, callbacks=parts).fit(module, datamodule=make_data())
