@@ -33,10 +33,12 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "length": {
         "completion [tokens]": ("length/mean", "length/correct", "length/incorrect"),
         "cut at max_tokens": ("length/truncated", "val/*/truncated"),
+        "ends in a loop": ("length/repetition",),
     },
     "optimization": {
         "gradient norm": ("optimization/grad_norm",),
         "clipped tokens": ("optimization/clip_low", "optimization/clip_high"),
+        "clip bounds": ("optimization/clip_bound_low", "optimization/clip_bound_high"),
         "KL [nats per token]": ("optimization/kl_old", "optimization/kl_reference"),
         "largest ratio": ("optimization/ratio_max",),
         "learning rate": ("optimization/lr",),

@@ -1,5 +1,6 @@
 """Two gloo processes, whole or in shards, end where one process ends: same prompts, samples and parameters."""
 
+import csv
 import json
 import os
 import socket
@@ -138,3 +139,37 @@ def test_shards_of_two_ranks_go_on_on_one_and_back(tmp_path: Path, tiny_model_pa
         exported = AutoModelForCausalLM.from_pretrained(export(end, tmp_path / f"exported from {end.parts[-3]}"))
         for name, tensor in exported.state_dict().items():
             torch.testing.assert_close(tensor, one[f"policy.model.{name}"], rtol=1e-5, atol=1e-6)
+
+
+#: Callbacks that shape, steer and watch; no entropy of 260 tokens reaches 9 nats, so the loop rises at every step.
+WATCHED = """
+- class_path: lightning.pytorch.callbacks.ModelCheckpoint
+  init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
+- {class_path: callbacks.SoftOverlong, init_args: {cache: 4}}
+- class_path: callbacks.ClipSchedule
+  init_args: {high: {class_path: EntropyLoop, init_args: {target: 9.0, start: 0.01, rate: 0.01, minimum: 0.0}}}
+- {class_path: callbacks.MismatchByPosition, init_args: {edges: [0, 2, 4]}}
+- {class_path: callbacks.Samples, init_args: {every_n_steps: 1, groups: 1}}
+- {class_path: callbacks.Histograms, init_args: {every_n_steps: 2}}
+- class_path: callbacks.EarlyStop
+- class_path: callbacks.GradientNoiseScale
+"""
+SAME = ("optimization/clip_bound_high", "reward/overlong_penalty", "length/overlong", "length/repetition")
+
+
+def test_callbacks_shape_and_say_the_same_on_two_processes(tmp_path: Path, tiny_model_path: Path) -> None:
+    ends, logged = [], []
+    for strategy in ("single", "ddp"):
+        end = run(tmp_path / strategy, tiny_model_path, strategy, updates=2, callbacks=yaml.safe_load(WATCHED))
+        ends.append(weights(end))
+        logs = tmp_path / strategy / "logs" / "version_0"
+        with (logs / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        logged.append({name: [float(row[name]) for row in rows if row[name]] for name in SAME})
+        samples = [json.loads(line) for line in (logs / "samples.jsonl").read_text().splitlines()]
+        assert [sample["step"] for sample in samples] == [0, 1, 2]
+    assert_equal_and_moved(*ends, tiny_model_path)
+    assert logged[0]["optimization/clip_bound_high"] == pytest.approx([0.01, 0.02, 0.03])
+    assert logged[0]["reward/overlong_penalty"][0] < 0
+    for name in SAME:
+        assert logged[1][name] == pytest.approx(logged[0][name]), name
