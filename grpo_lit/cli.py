@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,6 +18,7 @@ from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
 from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
 from grpo_lit.rollouts import transformers, vllm
+from grpo_lit.versions import VERSIONS_FILE, note_versions
 
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
 PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm)
@@ -24,12 +26,17 @@ PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if
 
 
 class ConfigBesideLogs(SaveConfigCallback):
-    """Saves the configuration where the run is logged, and nowhere if it is not."""
+    """Saves configuration and versions where the run is logged, and nowhere if it is not."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write it, but not into the current folder, where it might replace the user's own config.yaml."""
-        if trainer.loggers:
-            super().setup(trainer, pl_module, stage)
+        """Write them, but not into the current folder, where they might replace the user's own config.yaml."""
+        if not trainer.loggers:
+            return
+        super().setup(trainer, pl_module, stage)
+        folder = trainer.log_dir  # every rank must ask
+        if trainer.is_global_zero:
+            held_out = trainer.datamodule._held_out.prompts  # type: ignore[attr-defined]
+            note_versions(Path(folder) / VERSIONS_FILE, {name: len(prompts) for name, prompts in held_out.items()})
 
 
 class GRPOCLI(LightningCLI):
