@@ -10,7 +10,9 @@ import yaml
 from grpo_lit.cli import main, run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-OVERLAYS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.name != "base.yaml")
+#: Specifications of scripts/ablate are no overlays: tests/ablate.
+FILES = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml")]
+OVERLAYS = sorted(path.as_posix() for path in FILES if path.name != "base.yaml" and path.parts[0] != "ablation")
 
 #: A tiny run of the real path: every recipe must make one optimizer step with these.
 TINY = """

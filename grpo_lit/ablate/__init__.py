@@ -1,0 +1,1 @@
+"""Ablations: a baseline, each change alone, and one after the other, over seeds."""
