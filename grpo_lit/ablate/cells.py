@@ -12,6 +12,7 @@ from pathlib import Path
 from grpo_lit.ablate.spec import Part, Spec, fingerprint_of, slug
 from grpo_lit.errors import ConfigError
 from grpo_lit.report.axis import along
+from grpo_lit.report.events import is_held_out
 from grpo_lit.report.record import read_run
 
 
@@ -26,6 +27,7 @@ class Result:
         spent: What each had cost; empty where the run does not log it.
         held_out_prompts: Prompts that it is the accuracy on; 0 where not known.
         seconds: Sum of all steps.
+        trained: Optimizer steps that the run made.
     """
 
     settings: str
@@ -34,6 +36,7 @@ class Result:
     spent: list[float]
     held_out_prompts: int
     seconds: float
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class Cell:
         spent = along(run.scalars, self.over)[self.metric][0] if self.over in run.scalars else []
         prompts = run.held_out_prompts.get(self.metric.split("/")[1], 0)
         seconds = sum(run.scalars.get("system/time_step", ([], []))[1])
-        result = Result(self.settings, steps, values, spent, prompts, seconds)
+        trained = max((made[-1] + 1 for name, (made, _) in run.scalars.items() if not is_held_out(name)), default=0)
+        result = Result(self.settings, steps, values, spent, prompts, seconds, trained)
         write_json(self.folder / "result.json", asdict(result))
         if not keep_checkpoints:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)

@@ -139,6 +139,11 @@ def markdown(spec: Spec, results: Results) -> str:
         notes.append("In brackets: 95 % t-intervals of the mean over seeds; gains are paired by seed.")
     if "prompts" in kinds:
         notes.append("In brackets with one seed: 95 % Wilson intervals over held-out prompts; seeds vary besides.")
+    early = [
+        f"{spec.title(key)}, seed {s}" for key, by in results.items() for s, r in by.items() if r.steps[-1] < r.trained
+    ]
+    if early:
+        notes.append(f"Last measured before their last step: {'; '.join(early)}.")
     return "\n".join(lines) + "\n\n" + " ".join(notes) + "\n"
 
 

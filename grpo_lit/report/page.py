@@ -45,7 +45,7 @@ def page(runs: Sequence[Run], drawing: Drawing, episodes: Sequence[Episode], tit
         equal=equal_lines(drawing.curves, drawing.over),
         panels=_panels(drawing),
         events=episodes,
-        watched=any((run.folder / "health.jsonl").exists() for run in runs),
+        unwatched=[run.name for run in runs if not run.watched],
         samples=[shown(run) for run in runs if run.samples],
         differing=differing([run.settings() for run in runs]),
         versions=_versions(runs),

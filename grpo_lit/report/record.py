@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.health import Rules, diagnose
 from grpo_lit.report.events import Scalars, read_scalars, run_folder
 from grpo_lit.versions import VERSIONS_FILE
 
@@ -21,7 +22,8 @@ class Run:
         name: What tells it from the other runs.
         folder: Where it logs to.
         scalars: Its metrics.
-        health: Lines of ``health.jsonl``.
+        health: Lines of ``health.jsonl``, or what the rules find in the scalars of a run that did not watch itself.
+        watched: Whether it did.
         samples: Lines of ``samples.jsonl``.
         config: Text of ``config.yaml``; empty if it has none.
         versions: Of Python and packages; empty if not recorded.
@@ -33,6 +35,7 @@ class Run:
     folder: Path
     scalars: Scalars
     health: list[dict[str, Any]]
+    watched: bool
     samples: list[dict[str, Any]]
     config: str
     versions: dict[str, str]
@@ -66,14 +69,16 @@ def read_run(folder: Path, name: str) -> Run:
         unreadable.update({file: bad} if bad else {})
         return rows
 
-    config = _text(folder / "config.yaml")
+    config, scalars = _text(folder / "config.yaml"), read_scalars(folder)
+    watched = (folder / "health.jsonl").is_file()
     noted = _mapping(_text(folder / VERSIONS_FILE))
     versions, counts = noted.get("versions"), noted.get("held_out_prompts")
     return Run(
         name,
         folder,
-        read_scalars(folder),
-        lines("health.jsonl"),
+        scalars,
+        lines("health.jsonl") if watched else [event.as_dict() for event in diagnose(scalars, Rules().active())],
+        watched,
         lines("samples.jsonl"),
         config,
         {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},

@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_files(finished: tuple[Spec, list[Cell]]) -> None:
     assert (len(content["runs"]), content["equal"]) == (7, 400.0)
     plot(spec, results_of(cells), Path("table.png"))
     assert Path("table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_measured_before_its_end_only_is_named(make_spec: Callable, log: Callable) -> None:
+    spec = make_spec(seeds=[0])
+    cells = cells_of(spec, [])
+    for cell in cells[:2]:
+        log(cell, {0: 0.1, 4: 0.5})
+    for cell in cells[:2]:
+        cell.finish(keep_checkpoints=False)
+    assert "before their last step" not in markdown(spec, results_of(cells))
+    results = results_of(cells)
+    short = replace(results[()][0], steps=[0, 2])
+    assert "Last measured before their last step: GRPO, seed 0." in markdown(spec, {**results, (): {0: short}})
 
 
 def test_a_table_of_nothing_yet(make_spec: Callable) -> None:

@@ -131,7 +131,7 @@ def test_the_page_is_one_file_without_scripts(run: Path, tmp_path: Path) -> None
 
 def test_a_run_that_wrote_events_only(run: Path, tmp_path: Path) -> None:
     text = " ".join(report(run, "--over", "system/tokens_sampled", "--out", tmp_path / "r.html").text.split())
-    for said in ("no run has a health.jsonl", "No run has a samples.jsonl", "has no config.yaml", "were not recorded"):
+    for said in ("has no health.jsonl", "No run has a samples.jsonl", "has no config.yaml", "were not recorded"):
         assert said in text
 
 
@@ -184,6 +184,16 @@ def test_the_number_of_held_out_prompts_of_older_runs_is_in_their_configuration(
 )
 def test_runs_are_named_by_what_tells_them_apart(folders: list[str], names: list[str]) -> None:
     assert names_of([Path(folder) for folder in folders]) == names
+
+
+def test_a_run_that_did_not_watch_itself_is_diagnosed(write: Callable) -> None:
+    folder = write("run", {"exploration/entropy": dict.fromkeys(range(20), 0.01), "reward/total": {0: 0.5}})
+    read = read_run(folder, "x")
+    assert not read.watched
+    assert "entropy_collapse" in [found["rule"] for found in read.health]
+    assert episodes([read])[0].lists[0][0] == "likely causes"
+    (folder / "health.jsonl").touch()
+    assert (read_run(folder, "x").watched, read_run(folder, "x").health) == (True, [])
 
 
 def test_a_run_is_named_once(run: Path) -> None:
