@@ -1,5 +1,7 @@
 """The progress bar: optimizer steps, and the five figures that tell how a run goes."""
 
+import math
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import CustomTimeColumn
@@ -48,4 +50,6 @@ class ProgressBar(RichProgressBar):
 def figures_of(trainer: Trainer) -> dict[str, str]:
     """Return the newest figures of a run under short names, each in its own form."""
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {short: form.format(values[name]) for name, short, form in SHOWN if name in values}
+    return {
+        short: form.format(values[name]) for name, short, form in SHOWN if math.isfinite(values.get(name, math.nan))
+    }

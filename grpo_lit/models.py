@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.evaluating import EvaluatingModule
-from grpo_lit.policy.checkpoint import load_model
+from grpo_lit.policy.checkpoint import empty_model, load_model
 from grpo_lit.policy.policy import Policy, can_share_prefix
-from grpo_lit.policy.sharding import shard, whole
+from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
 
 
 class ModelsModule(EvaluatingModule):
@@ -46,10 +46,9 @@ class ModelsModule(EvaluatingModule):
         """Load the policy, and the copies of it that the recipe asks for; once."""
         if self.policy is not None:
             return
-        model = load_model(self.checkpoint)
-        if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        able = can_share_prefix(model)
+        self._check_mesh()
+        self.policy = self._make_policy().train()
+        model, able = self.policy.model, can_share_prefix(self.policy.model)
         if self.share_prefix and not able:
             raise ConfigError(
                 f"`model.share_prefix` expected false or null, but got true: {type(model).__name__} attends in a way "
@@ -60,30 +59,41 @@ class ModelsModule(EvaluatingModule):
             f"{type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters; prompts are "
             f"{'shared by' if self.share_prefix else 'repeated for'} their completions"
         )
-        self.policy = Policy(model).train()
         if self._needs_reference:
-            self.reference = self._frozen_copy()
+            self.reference = self._make_policy(frozen=True)
         if self._needs_old_policy:
-            self.old_policy = self._frozen_copy()
-        self._shard()
+            self.old_policy = self._make_policy(frozen=True)
 
-    def _shard(self) -> None:
-        """Spread what was loaded over the ranks, under a strategy that has a mesh."""
-        strategy, mesh = self.trainer.strategy, self._device_mesh
-        if mesh is None:
-            return
-        if mesh["tensor_parallel"].size() > 1:
+    def _check_mesh(self) -> None:
+        if self._device_mesh is not None and (size := self._device_mesh["tensor_parallel"].size()) > 1:
             raise ConfigError(
-                f"`trainer.strategy` expected a tensor-parallel size of 1, but got {mesh['tensor_parallel'].size()}: "
-                "use grpo_lit.strategies.FSDP2"
+                f"`trainer.strategy` expected a tensor-parallel size of 1, but got {size}: use "
+                "grpo_lit.strategies.FSDP2"
             )
-        keep, offload = getattr(strategy, "reshard_after_forward", True), getattr(strategy, "cpu_offload", False)
-        for policy in (self.policy, self.reference, self.old_policy):
-            if policy is not None:
-                shard(policy, mesh["data_parallel"], keep, offload)
 
-    def _frozen_copy(self) -> Policy:
-        return copy.deepcopy(self.policy).requires_grad_(False).eval()
+    def _make_policy(self, frozen: bool = False) -> Policy:
+        """Return the model of the checkpoint: whole, or this rank's share of it under a strategy that has a mesh."""
+        mesh, policy = self._device_mesh, None
+        if mesh is not None:
+            policy = Policy(empty_model(self.checkpoint))
+            if not can_read_shards(policy, self.checkpoint):
+                rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
+                policy = None
+        if in_shards := policy is not None:
+            made = policy
+        elif frozen and mesh is None:
+            made = copy.deepcopy(self.policy)
+        else:
+            made = Policy(load_model(self.checkpoint))
+        if self.gradient_checkpointing and not frozen:
+            made.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if frozen:
+            made.requires_grad_(False).eval()
+        if mesh is not None:
+            shard(made, mesh["data_parallel"], getattr(self.trainer.strategy, "reshard_after_forward", True))
+        if in_shards:
+            read_shards(made, self.checkpoint, self.trainer.strategy.root_device)
+        return made
 
     @torch.no_grad()
     def refresh_reference(self, decay: float = 0.0) -> None:

@@ -155,5 +155,5 @@ def has_bf16() -> bool:
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     # A PyTorch that cannot tell (before 2.10) is taken for a machine without.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16"))

@@ -4,10 +4,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -66,6 +65,7 @@ class TRLArm(Arm):
 
     def prepare(self, groups: int) -> None:
         """Make a trainer; it holds the reference."""
+        from datasets import Dataset
         from trl import GRPOTrainer
 
         settings = self.settings
@@ -161,5 +161,5 @@ def _loss_arguments(objective: Objective) -> dict[str, Any]:
     if not known:
         raise ConfigError("`recipe` expected grpo.yaml for the arm trl, but got another: leave trl out of `arms`")
     beta = divergence.beta if divergence is not None else 0.0
-    clips = {"epsilon": clip.low, "epsilon_high": clip.high}
+    clips = {"epsilon": cast("TokenClip", clip).low, "epsilon_high": cast("TokenClip", clip).high}
     return {"loss_type": "grpo", "scale_rewards": "group", "beta": beta, **clips}

@@ -120,8 +120,8 @@ def packed_attention(
     shared = key.shape[1] != query.shape[1]
     outputs = []
     for table in layout.tables:
-        rows = [_gathered(part, table) for part in (query, key, value)]
-        output = nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=shared)
+        q, k, v = (_gathered(part, table) for part in (query, key, value))
+        output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared)
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     joined = nn.functional.embedding(layout.source, torch.cat(outputs))
     return joined.view(1, len(layout.source), query.shape[1], -1), None

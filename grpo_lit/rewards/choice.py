@@ -92,7 +92,8 @@ class MultipleChoice(Reward):
 
     def answer(self, prompt: Prompt, completion: Completion) -> str | None:
         """Return the letter of the one option that the completion names."""
-        return self._choice(answer_text(prompt, completion), self._texts(prompt))
+        texts = self._texts(prompt)
+        return None if texts is None else self._choice(answer_text(prompt, completion), texts)
 
     def counters(self) -> dict[str, int]:
         """Return how many prompts could not be judged."""

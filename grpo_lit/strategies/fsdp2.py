@@ -18,7 +18,6 @@ class FSDP2(ModelParallelStrategy):
             false: rank 0 gathers all and writes one file, as other strategies do.
         reshard_after_forward: Drop a gathered layer after its forward and gather it again in backward; false keeps it:
             more memory, one gathering less.
-        cpu_offload: Keep shards, gradients and optimizer states in CPU memory between uses (CUDA only).
         process_group_backend: ``nccl``, ``gloo``, ...; ``null``: the device's.
         timeout: Of a collective.
     """
@@ -27,12 +26,11 @@ class FSDP2(ModelParallelStrategy):
         self,
         save_distributed_checkpoint: bool = True,
         reshard_after_forward: bool = True,
-        cpu_offload: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         super().__init__("auto", 1, save_distributed_checkpoint, process_group_backend, timeout)
-        self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
+        self.reshard_after_forward = reshard_after_forward
 
     @override
     def setup_environment(self) -> None:

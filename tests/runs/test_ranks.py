@@ -55,13 +55,13 @@ def run(
     reward: str = "toys.EvenShare",
     updates: int = 1,
     resume: Path | None = None,
-    **trainer: Any,
+    trainer: dict[str, Any] | None = None,
 ) -> Path:
     """Fit in processes of its own, and return the last checkpoint."""
     folder.mkdir()
     overlay = yaml.safe_load(OVERLAY.replace("REWARD", reward).replace("UPDATES", str(updates)))
     overlay["model"]["checkpoint"] = str(checkpoint)
-    overlay["trainer"] |= trainer
+    overlay["trainer"] |= trainer or {}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(overlay))
     files = [CONFIGS / f"{name}.yaml" for name in ("base", f"recipe/{recipe}", f"strategy/{strategy}")]
     words = [word for file in [*files, "tiny.yaml"] for word in ("--config", str(file))]
@@ -97,13 +97,13 @@ def test_two_processes_equal_one(
     fit = partial(run, checkpoint=tiny_model_path, reward=reward, recipe=recipe, updates=updates)
     one = weights(fit(tmp_path / "one", strategy="single"))
     for strategy in strategies:
-        options = IN_ONE_FILE if strategy == "fsdp2" else {}
-        end = fit(tmp_path / strategy, strategy=strategy, **options)
+        trainer = IN_ONE_FILE if strategy == "fsdp2" else None
+        end = fit(tmp_path / strategy, strategy=strategy, trainer=trainer)
         two = weights(end)
         assert_equal_and_moved(one, two, tiny_model_path)
         if updates > 1:  # resumed between the two steps of a rollout, each rank needs its own share of it back
             stopped = end.with_name("step=1.ckpt")
-            again = weights(fit(tmp_path / f"{strategy} again", strategy=strategy, resume=stopped, **options))
+            again = weights(fit(tmp_path / f"{strategy} again", strategy=strategy, resume=stopped, trainer=trainer))
             assert again.keys() == two.keys()
             for name, tensor in two.items():
                 torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
@@ -125,7 +125,7 @@ def test_shards_of_two_ranks_go_on_on_one_and_back(tmp_path: Path, tiny_model_pa
     two = run(tmp_path / "two", tiny_model_path, "fsdp2")
     assert sorted(file.name for file in two.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     stopped = two.with_name("step=1.ckpt")
-    alone = run(tmp_path / "alone", tiny_model_path, "fsdp2", resume=stopped, devices=1)
+    alone = run(tmp_path / "alone", tiny_model_path, "fsdp2", resume=stopped, trainer={"devices": 1})
     back = run(tmp_path / "back", tiny_model_path, "fsdp2", resume=alone.with_name("step=2.ckpt"))
     # Parameters, gradients and momentum lie on the two ranks in halves, to within the rows that do not divide.
     whole, *halves = (
@@ -160,7 +160,9 @@ SAME = ("optimization/clip_bound_high", "reward/overlong_penalty", "length/overl
 def test_callbacks_shape_and_say_the_same_on_two_processes(tmp_path: Path, tiny_model_path: Path) -> None:
     ends, logged = [], []
     for strategy in ("single", "ddp"):
-        end = run(tmp_path / strategy, tiny_model_path, strategy, updates=2, callbacks=yaml.safe_load(WATCHED))
+        end = run(
+            tmp_path / strategy, tiny_model_path, strategy, updates=2, trainer={"callbacks": yaml.safe_load(WATCHED)}
+        )
         ends.append(weights(end))
         logs = tmp_path / strategy / "logs" / "version_0"
         with (logs / "metrics.csv").open() as file:
