@@ -184,10 +184,12 @@ class Learner:
         """Yield as many micro-batches as the rank that needs most of them; ``None`` marks one that only keeps step."""
         part = batch.select(sequences)
         plan = plan_micro_batches(part, self.budget, self.share_prefix)
+        # Asked before the first forward, which is itself a collective where parameters are sharded.
+        most = int(self.ranks.max(torch.tensor(len(plan))))
         for rows in plan:
             order = torch.tensor([i for row in rows for unit in row for i in unit.sequences], dtype=torch.long)
             yield sequences[order], *pack_rows(part, rows)
-        for _ in range(int(self.ranks.max(torch.tensor(len(plan)))) - len(plan)):
+        for _ in range(most - len(plan)):
             yield None, *_idle_micro_batch(batch)
 
     def _empty_rates(self, batch: TokenBatch) -> Rates:

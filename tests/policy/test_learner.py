@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,6 +116,24 @@ def test_sequences_without_signal_cost_no_forward_but_stay_in_the_counts(policy:
     # Group 1 has 12 of the 63 tokens, and no signal.
     assert batch.tokens == 63
     assert output.tokens == 63 - 12
+
+
+@pytest.mark.parametrize("least", [1, 12])
+def test_ranks_agree_on_the_number_of_micro_batches_before_the_first_forward(policy: Policy, least: int) -> None:
+    # A forward gathers shards from all ranks (FSDP2): one that still asks how many there are would wait for ever.
+    events: list[str] = []
+
+    def most(values: Tensor) -> Tensor:
+        events.append("asked")
+        return values.clamp(min=least)
+
+    ranks = Mock(spec=Ranks, rank=0, world_size=2, sum=lambda values: values, max=most)
+    hook = policy.register_forward_pre_hook(lambda *_: events.append("forward"))
+    Learner(Objective(), 60, True, ranks, torch.device("cpu")).evaluate(policy, make_rollout())
+    hook.remove()
+    assert events[0] == "asked"
+    assert events[1:] == ["forward"] * len(events[1:])
+    assert len(events[1:]) == 12 if least == 12 else 1 < len(events[1:]) < 12  # other ranks have more
 
 
 def test_a_batch_without_any_signal_runs_no_micro_batch(policy: Policy) -> None:
