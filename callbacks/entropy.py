@@ -57,7 +57,7 @@ class EntropyTarget(Callback):
         """Log the coefficient that this step was made with, and set the next one's."""
         module = cast("GRPOModule", pl_module)
         module.log_at(trainer.global_step - 1, {"optimization/entropy_coefficient": self._coefficient})
-        entropy = float(trainer.callback_metrics["exploration/entropy"])  # NaN, neither below nor above, for no token
+        entropy = float(trainer.callback_metrics.get("exploration/entropy", math.nan))  # neither below nor above
         step = self.rate * ((entropy < self.target) - (entropy > self.target))
         self._coefficient = min(max(self._coefficient + step, 0.0), self.maximum)
         module.objective.entropy_coefficient = self._coefficient

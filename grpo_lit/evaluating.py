@@ -73,9 +73,9 @@ class EvaluatingModule(LightningModule):
             values: By name.
         """
         shown = {n: v for n, v in values.items() if not n.startswith("_") and math.isfinite(v)}
-        # What cannot be measured now is not what it was a step ago; a ModelCheckpoint misses a name that is gone.
-        told = {name: torch.tensor(value) for name, value in values.items() if not name.startswith("_")}
-        self.trainer.callback_metrics.update(told)
+        # What cannot be measured now is not what it was a step ago, and a ModelCheckpoint misses a name that is gone.
+        known = self.trainer.callback_metrics
+        known.update({n: torch.tensor(v) for n, v in values.items() if n in shown or n in known})
         every = max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
         if step % every == 0 or any(name.startswith("val/") for name in shown):
             for logger in self.trainer.loggers:
