@@ -79,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         audits = _audits(made.reward, made.files, settings, errors)
     except ConfigError as error:
-        errors.print(f"error: {error}", markup=False)
+        errors.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     finally:
         made.reward.close()

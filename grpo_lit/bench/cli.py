@@ -165,7 +165,7 @@ def main(args: Sequence[str] | None = None) -> int:
         with Progress(*columns, console=errors, transient=True) as progress:
             result = Benchmark(settings, arms, groups, console, progress).run()
     except ConfigError as error:
-        errors.print(f"error: {error}", markup=False)
+        errors.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         errors.print("interrupted: nothing is written")

@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
         rules = parser.instantiate(parsed).rules
         scalars = read_scalars(run)
     except ConfigError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False)
+        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     events = diagnose(scalars, rules.active())
     steps = max(step for own, _ in scalars.values() for step in own)

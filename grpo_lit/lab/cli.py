@@ -148,6 +148,6 @@ def main(args: Sequence[str] | None = None) -> int:
             }
         publish(settings, tables, console)
     except ConfigError as error:
-        errors.print(f"error: {error}", markup=False)
+        errors.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     return 0
