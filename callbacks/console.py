@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from callbacks.progress import figures_of
+from grpo_lit.metrics.names import is_accuracy
 
 
 class Console(Callback):
@@ -37,7 +38,7 @@ class Console(Callback):
         """Print the accuracies just measured, with 95 % intervals in brackets outside of training."""
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith(self.prefix)}
         step = trainer.global_step or getattr(pl_module, "resumed_step", 0)
-        self._now = {n: v for n, v in values.items() if _is_accuracy(n) and math.isfinite(v)}
+        self._now = {n: v for n, v in values.items() if is_accuracy(n) and math.isfinite(v)}
         if step == 0:
             self._before = dict(self._now)
         self._measured_at = trainer.global_step
@@ -69,10 +70,6 @@ class Console(Callback):
             tensorboard = Path(sys.executable).with_name("tensorboard")
             command = os.path.relpath(tensorboard) if tensorboard.is_relative_to(Path.cwd()) else str(tensorboard)
             rank_zero_info(f"curves: {command} --logdir {trainer.log_dir}")
-
-
-def _is_accuracy(name: str) -> bool:
-    return name.rsplit("/", 1)[-1].split("@")[0] in ("greedy", "avg", "pass", "maj")
 
 
 def _interval(values: dict[str, float], name: str) -> str:

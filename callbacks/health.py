@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from callbacks.tensorboard import tensorboards
 from grpo_lit.health import Event, Monitor, Rules
 
 
@@ -77,10 +78,9 @@ class Health(Callback):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(event.as_dict()) + "\n" for event in events)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("health", "\n\n".join(map(_markdown, events)), events[0].step)
-                logger.save()
+        for logger in tensorboards(trainer):
+            logger.experiment.add_text("health", "\n\n".join(map(_markdown, events)), events[0].step)
+            logger.save()
 
 
 class _Recorder(Logger):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
+from callbacks.tensorboard import tensorboards
 from grpo_lit.data.module import RolloutDataModule
+from grpo_lit.metrics.names import is_accuracy
 from grpo_lit.module import GRPOModule
 
 #: Charts of each panel, and the metrics in each; ``*`` stands for anything but a slash.
@@ -53,7 +54,6 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "memory [GiB]": ("system/memory_learn", "system/memory_rollout", "system/memory_engine"),
     },
 }
-_ACCURACY = re.compile(r"val/[^/]+/(greedy|(avg|pass|maj)@\d+)")
 
 
 class Panels(Callback):
@@ -70,7 +70,7 @@ class Panels(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout, and note what the run was begun with: callbacks may change it later."""
         self._hparams = hyperparameters(trainer, cast("GRPOModule", pl_module))
-        for logger in _tensorboards(trainer):
+        for logger in tensorboards(trainer):
             logger.experiment.add_custom_scalars(layout())
             logger.save()
 
@@ -85,8 +85,8 @@ class Panels(Callback):
 
     def _write_row(self, trainer: Trainer) -> None:
         """Name the metrics only: the tab takes their last values from the curves, and no point is added to those."""
-        names = [name for name in trainer.callback_metrics if _ACCURACY.fullmatch(name) or name == "reward/correct"]
-        for logger in _tensorboards(trainer):
+        names = [name for name in trainer.callback_metrics if is_accuracy(name) or name == "reward/correct"]
+        for logger in tensorboards(trainer):
             for summary in hparams(self._hparams, dict.fromkeys(sorted(names), 0.0)):
                 logger.experiment._get_file_writer().add_summary(summary)
             logger.save()
@@ -146,7 +146,3 @@ def _described(part: Any) -> str:
     values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)} if dataclasses.is_dataclass(part) else {}
     shown = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None and value is not False)
     return f"{type(part).__name__}({shown})" if shown else type(part).__name__
-
-
-def _tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -53,7 +53,30 @@ class Constant(Schedule):
 
 
 @dataclass
-class Linear(Schedule):
+class _Ramp(Schedule):
+    """From ``start`` to ``end`` in ``steps`` optimizer steps, and there from then on."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Refuse a schedule without steps."""
+        if self.steps < 1:
+            raise ConfigError(f"`steps` of {type(self).__name__} expected to be >= 1, but got {self.steps}")
+
+    @property
+    def extremes(self) -> tuple[float, ...]:
+        """Both ends."""
+        return (self.start, self.end)
+
+    def _share(self, step: int) -> float:
+        """Return how much of the way is made."""
+        return min(step / self.steps, 1.0)
+
+
+@dataclass
+class Linear(_Ramp):
     """A straight line, and its end from then on.
 
         start + (end - start) min(step / steps, 1)
@@ -67,26 +90,13 @@ class Linear(Schedule):
         ConfigError: For no steps.
     """
 
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        """Refuse a schedule without steps."""
-        _refuse_no_steps(self, "steps", self.steps)
-
     def __call__(self, step: int) -> float:
         """Return the number; see the class."""
-        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
-
-    @property
-    def extremes(self) -> tuple[float, ...]:
-        """Both ends."""
-        return (self.start, self.end)
+        return self.start + (self.end - self.start) * self._share(step)
 
 
 @dataclass
-class Cosine(Schedule):
+class Cosine(_Ramp):
     """Half a cosine, flat at both ends.
 
         end + (start - end) (1 + cos(pi min(step / steps, 1))) / 2
@@ -100,23 +110,10 @@ class Cosine(Schedule):
         ConfigError: For no steps.
     """
 
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        """Refuse a schedule without steps."""
-        _refuse_no_steps(self, "steps", self.steps)
-
     def __call__(self, step: int) -> float:
         """Return the number; see the class."""
-        share = (1 + math.cos(math.pi * min(step / self.steps, 1.0))) / 2
+        share = (1 + math.cos(math.pi * self._share(step))) / 2
         return self.end + (self.start - self.end) * share
-
-    @property
-    def extremes(self) -> tuple[float, ...]:
-        """Both ends."""
-        return (self.start, self.end)
 
 
 @dataclass
@@ -210,8 +207,3 @@ class EntropyLoop(Schedule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, within the range that is set now."""
         self._value = min(max(state["value"], self.minimum), self.maximum)
-
-
-def _refuse_no_steps(part: Schedule, name: str, steps: int) -> None:
-    if steps < 1:
-        raise ConfigError(f"`{name}` of {type(part).__name__} expected to be >= 1, but got {steps}")

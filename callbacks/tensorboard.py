@@ -7,9 +7,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
 
+def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
+    """Return the loggers that write for TensorBoard."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
 def writers(trainer: Trainer) -> list[SummaryWriter]:
     """Return TensorBoard's writer of each logger that has one; on other ranks than the first it writes nothing."""
-    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    return [logger.experiment for logger in tensorboards(trainer)]
 
 
 def cell(text: str) -> str:

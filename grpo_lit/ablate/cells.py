@@ -11,8 +11,8 @@ from pathlib import Path
 
 from grpo_lit.ablate.spec import Part, Spec, fingerprint_of, slug
 from grpo_lit.errors import ConfigError
+from grpo_lit.metrics.names import is_held_out
 from grpo_lit.report.axis import along
-from grpo_lit.report.events import is_held_out
 from grpo_lit.report.record import read_run
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from grpo_lit.errors import ConfigError
-from grpo_lit.report.events import Scalars, is_held_out
+from grpo_lit.metrics.names import is_held_out
+from grpo_lit.report.events import Scalars
 
 #: x and y of each metric.
 Curves = dict[str, tuple[list[float], list[float]]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from grpo_lit.report.events import by_importance
+from grpo_lit.metrics.names import by_importance
 
 ACCURACY = "held-out accuracy"
 #: Panel of metrics whose names begin with no panel.

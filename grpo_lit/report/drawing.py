@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.metrics.names import is_accuracy
 from grpo_lit.report.axis import Curves
 from grpo_lit.report.charts import SHARE, Chart, short
-from grpo_lit.report.events import is_accuracy
 
 #: Told apart by eyes that do not see red and green apart, on white and on black.
 COLOURS = ("#3a86c8", "#e07b39", "#2a9d72", "#c0559b", "#8f75d8", "#b8912a", "#35a7b8", "#d1495b")

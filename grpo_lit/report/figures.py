@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_lit.metrics.intervals import wilson
+from grpo_lit.metrics.names import by_importance
 from grpo_lit.report.axis import Curves, along, reached_by_all, value_at
-from grpo_lit.report.events import Scalars, by_importance
+from grpo_lit.report.events import Scalars
 
 
 @dataclass(frozen=True)

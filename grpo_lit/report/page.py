@@ -7,10 +7,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from grpo_lit.metrics.names import is_held_out
 from grpo_lit.report.axis import along
 from grpo_lit.report.charts import ACCURACY, OTHER, PANELS, SHARE, Chart, arrange
 from grpo_lit.report.drawing import Drawing, label, svg
-from grpo_lit.report.events import is_held_out
 from grpo_lit.report.figures import accuracies, equal_lines, summary
 from grpo_lit.report.health import Episode
 from grpo_lit.report.record import Run

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from grpo_lit.errors import ConfigError
-from grpo_lit.report.events import by_importance, is_accuracy, read_scalars, run_folder
+from grpo_lit.metrics.names import by_importance, is_accuracy
+from grpo_lit.report.events import read_scalars, run_folder
 
 ACCURACY = "val/sums/greedy"
 
