@@ -47,7 +47,7 @@ class ModelsModule(EvaluatingModule):
         if self.policy is not None:
             return
         self._check_mesh()
-        self.policy = self._make_policy().train()
+        self.policy = self._make_policy()
         model, able = self.policy.model, can_share_prefix(self.policy.model)
         if self.share_prefix and not able:
             raise ConfigError(
@@ -73,27 +73,27 @@ class ModelsModule(EvaluatingModule):
 
     def _make_policy(self, frozen: bool = False) -> Policy:
         """Return the model of the checkpoint: whole, or this rank's share of it under a strategy that has a mesh."""
-        mesh, policy = self._device_mesh, None
-        if mesh is not None:
-            policy = Policy(empty_model(self.checkpoint))
-            if not can_read_shards(policy, self.checkpoint):
-                rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
-                policy = None
-        if in_shards := policy is not None:
-            made = policy
-        elif frozen and mesh is None:
-            made = copy.deepcopy(self.policy)
-        else:
-            made = Policy(load_model(self.checkpoint))
-        if self.gradient_checkpointing and not frozen:
-            made.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if frozen:
-            made.requires_grad_(False).eval()
-        if mesh is not None:
-            shard(made, mesh["data_parallel"], getattr(self.trainer.strategy, "reshard_after_forward", True))
+        mesh = self._device_mesh
+        if mesh is None:
+            return self._prepared(copy.deepcopy(self.policy) if frozen else Policy(load_model(self.checkpoint)), frozen)
+        policy = Policy(empty_model(self.checkpoint))
+        in_shards = can_read_shards(policy, self.checkpoint)
+        if not in_shards:
+            rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
+            policy = Policy(load_model(self.checkpoint))
+        strategy = self.trainer.strategy
+        self._prepared(policy, frozen)
+        shard(policy, mesh["data_parallel"], getattr(strategy, "reshard_after_forward", True))
         if in_shards:
-            read_shards(made, self.checkpoint, self.trainer.strategy.root_device)
-        return made
+            read_shards(policy, self.checkpoint, strategy.root_device)
+        return policy
+
+    def _prepared(self, policy: Policy, frozen: bool) -> Policy:
+        if frozen:
+            return policy.requires_grad_(False).eval()
+        if self.gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return policy.train()
 
     @torch.no_grad()
     def refresh_reference(self, decay: float = 0.0) -> None:

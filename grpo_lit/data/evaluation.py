@@ -69,10 +69,8 @@ class EvaluationBatch:
         """Yield each prompt's place and what is logged of it."""
         for i, place in enumerate(self.places):
             sampled, answers = (self.sampled[i], self.answers[i]) if self.sampled else (None, [])
-            figures, domain = (
-                prompt_figures(self.greedy[i], sampled, answers, self.correct),
-                self.greedy[i].prompt.domain,
-            )
+            figures = prompt_figures(self.greedy[i], sampled, answers, self.correct)
+            domain = self.greedy[i].prompt.domain
             yield place, figures | ({f"greedy/{domain}": figures["greedy"]} if domain in self.domains else {})
 
 

@@ -35,12 +35,13 @@ class HeldOut:
         self._set_of: dict[str, str] = {}
         for name, source in sources.items():
             rendered = [template.render(tokenizer, source[i]) for i in range(len(source))]
-            kept = [prompt for prompt in rendered if len(prompt.token_ids) <= max_prompt_tokens]
-            long, unreadable = Tally(), Tally()
+            kept, long, unreadable = list[Prompt](), Tally(), Tally()
             for prompt in rendered:
                 if len(prompt.token_ids) > max_prompt_tokens:
                     long.add(f"more tokens than that ({max_prompt_tokens})", f"{prompt.id}: {len(prompt.token_ids)}")
-                elif reason := problem(prompt):
+                    continue
+                kept.append(prompt)
+                if reason := problem(prompt):
                     unreadable.add(reason, described(prompt))
             if long.total:
                 rank_zero_warn(

@@ -275,9 +275,9 @@ class RolloutDataModule(LightningDataModule):
 
     def _evaluation_loader(self, name: str) -> EvaluationLoader:
         mine = list(enumerate(self._held_out.prompts[name]))[self.ranks.rank :: self.ranks.world_size]
-        return EvaluationLoader(mine, partial(self._answer, name), self.evaluation.prompts_per_batch)
-
-    def _answer(self, name: str, numbered: Sequence[tuple[int, Prompt]]) -> EvaluationBatch:
-        self.sync_weights()
         domains = logged_apart(f"data.val.{name}", self._held_out.domains(name))
+        return EvaluationLoader(mine, partial(self._answer, name, domains), self.evaluation.prompts_per_batch)
+
+    def _answer(self, name: str, domains: Sequence[str], numbered: Sequence[tuple[int, Prompt]]) -> EvaluationBatch:
+        self.sync_weights()
         return answered(name, numbered, self.sampler, self.evaluation, self.sampling.max_tokens, domains)

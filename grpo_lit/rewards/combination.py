@@ -5,8 +5,8 @@ import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Hashable
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -116,15 +116,10 @@ class RewardCombination:
             RewardError: Where that reward fails, or returns what cannot be counted.
         """
         reward = self.rewards[self.correct].reward
-        try:
+        with _named(f"{_where(self.correct, reward, group)} failed to tell answers"):
             found = [reward.answer(group.prompt, completion) for completion in group.completions]
             for answer in found:
                 hash(answer)
-        except ConfigError:
-            raise
-        except Exception as error:
-            where = f"reward {self.correct!r} ({type(reward).__name__}) on prompt {group.prompt.id!r}"
-            raise RewardError(f"{where} failed to tell answers: {type(error).__name__}: {error}") from error
         return found
 
     def counters(self) -> dict[str, int]:
@@ -177,13 +172,9 @@ def checked_scores(name: str, reward: Reward, group: Group) -> list[float | None
     Raises:
         RewardError: Where the reward fails or returns anything but G finite numbers or ``None``.
     """
-    where = f"reward {name!r} ({type(reward).__name__}) on prompt {group.prompt.id!r}"
-    try:
+    where = _where(name, reward, group)
+    with _named(f"{where} failed"):
         scores: Any = reward(group.prompt, group.completions)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise RewardError(f"{where} failed: {type(error).__name__}: {error}") from error
     if inspect.iscoroutine(scores):
         scores.close()
         raise RewardError(f"{where} expected scores, but got a coroutine: make its `__call__` a plain `def`")
@@ -195,6 +186,21 @@ def checked_scores(name: str, reward: Reward, group: Group) -> list[float | None
             "for a completion it cannot judge"
         )
     return [_number(score, f"{where}, sample {i}") for i, score in enumerate(scores)]
+
+
+def _where(name: str, reward: Reward, group: Group) -> str:
+    return f"reward {name!r} ({type(reward).__name__}) on prompt {group.prompt.id!r}"
+
+
+@contextmanager
+def _named(failure: str) -> Iterator[None]:
+    """Turn whatever a reward raises into an error that says whose it is."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{failure}: {type(error).__name__}: {error}") from error
 
 
 def _number(score: Any, where: str) -> float | None:
