@@ -174,12 +174,7 @@ def _same_start() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        # A file's tests share its fixtures; all that need a real vLLM share one engine and the memory for it.
-        shared = "vllm" if item.get_closest_marker("vllm") else item.nodeid.split("::")[0]
-        item.add_marker(pytest.mark.xdist_group(shared))
     # The longest first, or one process waits for the other's last file.
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
     if not torch.cuda.is_available():

@@ -62,5 +62,7 @@ def test_what_is_not_theirs_is_refused_with_their_name(change: Callable, message
 
 
 def test_without_a_trainer_nobody_is_called():
-    RolloutHooks().groups_scored([group()])
-    RolloutHooks().groups_kept([group()])
+    untouched, shown = group(), group()
+    RolloutHooks().groups_scored([shown])
+    RolloutHooks().groups_kept([shown])
+    assert shown == untouched

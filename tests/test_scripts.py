@@ -217,7 +217,7 @@ def test_the_checks_come_in_order_and_pass_arguments_to_pytest(checks, tmp_path)
         "ruff format --check --quiet .",
         "ruff check --quiet .",
         "mypy --no-error-summary",
-        "python -m pytest -n 2 --dist loadgroup --durations=10 -k two words",
+        "python -m pytest -n 2 --dist loadfile --durations=10 -k two words",
     ]
 
 

@@ -247,6 +247,10 @@ def test_a_prompt_that_is_passed_over_is_never_made(tokenizer):
 
 
 def test_a_state_of_before_the_curriculum_loads(stream):
-    state = stream(letters(4)).state_dict()
+    before = stream(letters(4))
+    asked([next(before)])
+    state = before.state_dict()
     del state["asks_all_in"]
-    stream(letters(4)).load_state_dict(state)
+    after = stream(letters(4))
+    after.load_state_dict(state)
+    assert asked([next(after) for _ in range(3)]) == asked([next(before) for _ in range(3)])

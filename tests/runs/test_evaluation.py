@@ -2,10 +2,6 @@
 
 import csv
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +10,7 @@ from typing import Any
 import pytest
 from heldout_run import evaluate
 from lightning.pytorch import Trainer
+from processes import REPO, python
 from toys import Letters
 
 from callbacks import Console
@@ -70,15 +67,7 @@ def test_validate_measures_what_predict_writes(tmp_path: Path, tiny_model_path: 
 
 def test_two_processes_measure_and_write_what_one_does(tmp_path: Path, tiny_model_path: Path) -> None:
     evaluate(str(tiny_model_path), str(tmp_path / "one"), devices=1)
-    helpers = Path(__file__).parents[1] / "helpers"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = os.pathsep.join([str(helpers.parents[1]), str(helpers), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
-    command = [sys.executable, str(helpers / "heldout_run.py"), str(tiny_model_path), str(tmp_path / "two")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(str(REPO / "tests/helpers/heldout_run.py"), str(tiny_model_path), str(tmp_path / "two"))
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
     assert (tmp_path / "two/predictions.jsonl").read_text() == (tmp_path / "one/predictions.jsonl").read_text()
     assert {file.name for file in (tmp_path / "two").glob("predictions*")} == {"predictions.jsonl"}

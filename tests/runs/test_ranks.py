@@ -2,10 +2,6 @@
 
 import csv
 import json
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from processes import REPO, python
 from transformers import AutoModelForCausalLM
 
 from grpo_lit.export import export
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = REPO / "configs"
 
 OVERLAY = """
 trainer:
@@ -65,14 +62,7 @@ def run(
     (folder / "tiny.yaml").write_text(yaml.safe_dump(overlay))
     files = [CONFIGS / f"{name}.yaml" for name in ("base", f"recipe/{recipe}", f"strategy/{strategy}")]
     words = [word for file in [*files, "tiny.yaml"] for word in ("--config", str(file))]
-    command = [sys.executable, "-m", "grpo_lit", "fit", *words, *(["--ckpt_path", str(resume)] if resume else [])]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = [str(CONFIGS.parent), str(CONFIGS.parent / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-m", "grpo_lit", "fit", *words, *(["--ckpt_path", str(resume)] if resume else []), cwd=folder)
     return folder / "saved" / "step=3.ckpt"
 
 
