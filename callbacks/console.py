@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from callbacks.progress import figures_of
+from grpo_lit.metrics.evaluation import ENDS
 from grpo_lit.metrics.names import is_accuracy
 
 
@@ -73,5 +74,5 @@ class Console(Callback):
 
 
 def _interval(values: dict[str, float], name: str) -> str:
-    ends = [values.get(f"{name}/{end}") for end in ("low", "high")]
+    ends = [values.get(f"{name}/{end}") for end in ENDS]
     return "" if None in ends else f" [{ends[0]:.1%}, {ends[1]:.1%}]"

@@ -23,7 +23,7 @@ trainer:
   enable_model_summary: false
 data:
   engine: {class_path: TransformersEngine, init_args: {device: cpu}}
-  train: {class_path: toys.Letters}
+  train: {class_path: toys.Letters, init_args: {size: 40}}
   val: {letters: {class_path: toys.Letters, init_args: {size: 2, heldout: true}}}
   rewards:
     rewards:

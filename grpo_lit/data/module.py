@@ -123,7 +123,7 @@ class RolloutDataModule(LightningDataModule):
             self._tokenizer = tokenizer
         if self._screen is None and stage == "fit":
             screen = Screen(self.stream, self._held_out, self.rewards)
-            screen.inspect(self.ranks)
+            screen.inspect(self.ranks, self.prompts_per_rollout)
             self._screen = screen
             self.collector.domains = logged_apart("data.train", screen.domains)
 

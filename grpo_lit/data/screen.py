@@ -40,14 +40,15 @@ class Screen:
         self.domains = tuple(sorted(stream.source.domains or ()))
         self.unreadable = 0
 
-    def inspect(self, ranks: Ranks) -> None:
+    def inspect(self, ranks: Ranks, wanted: int = 1) -> None:
         """Look at the prompts in the order they will be asked in, for a while, and report what will be left out.
 
         Args:
             ranks: All processes, each of which must call: they look at the same prompts.
+            wanted: Prompts of a rollout.
 
         Raises:
-            ConfigError: A question is held out too, or no prompt can be judged.
+            ConfigError: A question is held out too, or fewer prompts than a rollout wants are left.
         """
         order, source = self.stream.order, self.stream.source
         started, looked_at, seen = time.monotonic(), 0, set[str]()
@@ -67,6 +68,12 @@ class Screen:
         if source.domains is None:
             self.domains = tuple(sorted(seen))
         self._report(unreadable, long, looked_at, len(order))
+        left = len(order) - unreadable.total - long.total
+        if left < wanted:
+            raise ConfigError(
+                f"`data.prompts_per_rollout` expected at most the {left} prompts of `data.train` that can be asked, "
+                f"but got {wanted}: mend the ones that the warnings name, or lower it"
+            )
 
     def _report(self, unreadable: Tally, long: Tally, looked_at: int, size: int) -> None:
         if unreadable.total == looked_at:

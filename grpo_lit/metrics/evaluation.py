@@ -6,11 +6,12 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
+from grpo_lit.metrics.intervals import LEVEL, wilson
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group
 
-#: Share of the bootstrap distribution between the bounds of an interval.
-LEVEL = 0.95
+#: Last part of the name of an interval's ends; a domain may well be called low or high.
+ENDS = ("ci_low", "ci_high")
 #: Enough for bounds with a standard error of 2 % of the interval's width (that of a normal's 2.5 % quantile).
 RESAMPLES = 1000
 
@@ -79,15 +80,18 @@ def prompt_figures(
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return the bounds of a bootstrap interval of the mean: its percentiles over resamples of the values.
+    """Return the bounds of an interval of the mean over prompts, at :data:`LEVEL`.
 
-    Prompts are resampled, not samples: those of one prompt are alike, and an interval that took them for independent
-    would be too narrow (https://arxiv.org/abs/2411.00640). Efron's percentile method, at :data:`LEVEL`.
+    Where each prompt is right or wrong, Wilson's: a bootstrap of 0 right of 50 would be the point 0. Else percentiles
+    over resamples of the values (Efron). Prompts are resampled, not samples: those of one prompt are alike, and an
+    interval that took them for independent would be too narrow (https://arxiv.org/abs/2411.00640).
 
     Args:
         values: One per prompt, at least one.
         seed: Of the resamples: the same for equally many values, so that figures of one set can be compared.
     """
+    if np.isin(values, (0.0, 1.0)).all():
+        return wilson(float(values.mean()), len(values))
     draw = np.random.default_rng(seed)
     means = [values[draw.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -124,13 +128,9 @@ class HeldOutFigures:
         return {name: math.fsum(values) / len(values) if len(values) else math.nan for name, values in self._columns()}
 
     def bounds(self) -> dict[str, float]:
-        """Return the ends of each mean's interval, as ``val/<set>/<figure>/low`` and ``/high``."""
+        """Return the ends of each mean's interval, as ``val/<set>/<figure>/ci_low`` and ``/ci_high``."""
         intervals = {name: interval(values) for name, values in self._columns() if len(values)}
-        return {
-            f"{name}/{end}": at
-            for name, ends in intervals.items()
-            for end, at in zip(("low", "high"), ends, strict=True)
-        }
+        return {f"{name}/{end}": at for name, ends in intervals.items() for end, at in zip(ENDS, ends, strict=True)}
 
     def _columns(self) -> Iterable[tuple[str, np.ndarray]]:
         """Return each figure's name with its values in the order of the prompts, NaN left out."""

@@ -20,6 +20,8 @@ from grpo_lit.rollout import Group, Prompt
 
 #: Batches hold rewards in float32, in which a larger number is infinite.
 LARGEST = float(np.finfo(np.float32).max)
+#: What ``reward/`` logs beside the rewards: one of this name would overwrite it.
+TAKEN = ("total", "correct", "correct_kept", "correct_dropped", "unreadable_prompts")
 
 
 @dataclass
@@ -61,12 +63,19 @@ class RewardCombination:
         seconds: Wall time that each reward has taken so far, by name [s]; whoever logs it may clear it.
 
     Raises:
-        ConfigError: Without rewards, for a ``correct`` that is none of them, or one that is conditional on itself.
+        ConfigError: Without rewards, for a name that means something else on TensorBoard, a ``correct`` that is none of
+            them, or one that is conditional on itself.
     """
 
     def __init__(self, rewards: dict[str, WeightedReward], correct: str | None = None, correct_at: float = 1.0) -> None:
         if not rewards:
             raise ConfigError("`rewards` expected at least one reward, but got none: nothing could be learnt")
+        for name in rewards:
+            if name in TAKEN or "/" in name or not name:
+                raise ConfigError(
+                    f"`rewards` expected names without '/' that are none of {', '.join(TAKEN)}, but got {name!r}: "
+                    f"`reward/{name}` on TensorBoard is another figure. Rename it"
+                )
         if correct is not None and correct not in rewards:
             close = difflib.get_close_matches(correct, rewards, n=1) or list(rewards)
             raise ConfigError(

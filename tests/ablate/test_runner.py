@@ -161,7 +161,7 @@ def tiny(model: Path) -> dict[str, Any]:
         "model": {"checkpoint": str(model)},
         "data": {
             "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
-            "train": {"class_path": "toys.Letters"},
+            "train": {"class_path": "toys.Letters", "init_args": {"size": 12}},
             "val": {"letters": {"class_path": "toys.Letters", "init_args": {"size": 2, "heldout": True}}},
             "rewards": {"rewards": rewards, "correct": "answer", "correct_at": 0.5},
             "sampling": {"max_tokens": 5, "completions": 3},

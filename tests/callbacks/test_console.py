@@ -40,7 +40,7 @@ def test_intervals_stand_in_brackets(caplog: pytest.LogCaptureFixture) -> None:
     made = trainer(0, greedy=0.485, avg=0.4, length=9.0)
     made.callback_metrics |= {"val/sums/maj@4": 0.5, "val/sums/pass@2": 0.625, "val/sums/truncated": 0.0}
     for name, ends in {"greedy": (0.415, 0.554), "pass@2": (0.5, 0.75), "length": (8.0, 9.5)}.items():
-        made.callback_metrics |= {f"val/sums/{name}/low": ends[0], f"val/sums/{name}/high": ends[1]}
+        made.callback_metrics |= {f"val/sums/{name}/ci_low": ends[0], f"val/sums/{name}/ci_high": ends[1]}
     for hook in (Console().on_validation_end, Console().on_test_end):
         hook(made, MODULE)
         assert lines(caplog) == [

@@ -47,7 +47,7 @@ def test_charts_hold_their_metrics_and_no_others() -> None:
     assert not shows("accuracy in training", "reward/correct_kept")
     assert shows("accuracy on held-out prompts", "val/sums/greedy")
     assert shows("accuracy on held-out prompts", "val/two.words/avg@16")
-    assert not shows("accuracy on held-out prompts", "val/sums/greedy/low")
+    assert not shows("accuracy on held-out prompts", "val/sums/greedy/ci_low")
     assert shows("each reward", "reward/format")
     assert not shows("clipped tokens", "optimization/clip_high_bound")
 

@@ -76,6 +76,17 @@ def test_golds_that_all_rewards_stumble_over_end_the_run_at_once(build: Callable
         screen.take(2, ALONE)
 
 
+def test_a_rollout_that_the_prompts_left_cannot_fill_ends_the_run_at_once(build: Callable) -> None:
+    answers = ["1", "two", "3", None, "5", "6"]
+    with pytest.warns(UserWarning, match="2 of 6"):
+        build(Sums(answers)).inspect(ALONE, wanted=4)
+    with (
+        pytest.warns(UserWarning, match="2 of 6"),
+        pytest.raises(ConfigError, match=r"`data.prompts_per_rollout` expected at most the 4 prompts.*but got 5"),
+    ):
+        build(Sums(answers)).inspect(ALONE, wanted=5)
+
+
 def test_math_golds_are_read_before_the_run(build: Callable) -> None:
     """Field bug C4: the golds of the report."""
     reward = MathEquivalence(workers=1)

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from grpo_lit.metrics.evaluation import HeldOutFigures, interval, majority, pass_at, prompt_figures
+from grpo_lit.metrics.evaluation import ENDS, HeldOutFigures, interval, majority, pass_at, prompt_figures
+from grpo_lit.metrics.intervals import wilson
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Completion, Group, Prompt
 
@@ -111,16 +112,22 @@ def test_a_sample_that_nobody_could_judge_is_no_sample() -> None:
 
 
 def test_bounds_are_percentiles_of_the_resampled_mean() -> None:
-    values = np.array([1.0] * 20 + [0.0] * 30)
+    values = np.array([0.75] * 20 + [0.25] * 30)
     # The sum of a resample is binomial: its exact percentiles, one count apart at most.
     cumulative = np.cumsum([math.comb(50, x) * 0.4**x * 0.6 ** (50 - x) for x in range(51)])
-    exact = [int(np.searchsorted(cumulative, q)) / 50 for q in (0.025, 0.975)]
-    assert interval(values) == pytest.approx(exact, abs=0.02)
+    exact = [0.25 + int(np.searchsorted(cumulative, q)) / 100 for q in (0.025, 0.975)]
+    assert interval(values) == pytest.approx(exact, abs=0.01)
     assert interval(values) == interval(values)
     uneven = np.linspace(0.0, 1.0, 50) ** 2
     assert interval(uneven) != interval(uneven, seed=1)
     assert interval(np.array([0.25] * 5)) == (0.25, 0.25)
-    assert interval(np.array([0.0, 1.0])) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("right", [0, 1, 20, 50])
+def test_bounds_of_prompts_that_are_right_or_wrong_are_wilsons_and_never_a_point(right: int) -> None:
+    low, high = interval(np.array([1.0] * right + [0.0] * (50 - right)))
+    assert (low, high) == wilson(right / 50, 50)
+    assert high - low > 0.07  # 3.84 / 53.84 with none right
 
 
 def test_many_samples_of_few_prompts_do_not_narrow_the_interval() -> None:
@@ -129,9 +136,9 @@ def test_many_samples_of_few_prompts_do_not_narrow_the_interval() -> None:
         alike = group(flag * 8)
         figures.add("sums", place, prompt_figures(group(flag), alike, ["7"] * 8, "answer"))
     bounds = figures.bounds()
-    for end in ("low", "high"):
+    for end in ENDS:
         assert bounds[f"val/sums/avg@8/{end}"] == bounds[f"val/sums/greedy/{end}"]
-    assert bounds["val/sums/greedy/high"] - bounds["val/sums/greedy/low"] > 0.5
+    assert bounds["val/sums/greedy/ci_high"] - bounds["val/sums/greedy/ci_low"] > 0.5
 
 
 def as_rank(parts: list[HeldOutFigures]) -> Ranks:

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from grpo_lit.metrics.rollout import neighbour_similarities, rollout_rates
+from grpo_lit.metrics.rollout import MOST_COMPARED, neighbour_similarities, rollout_rates
 from grpo_lit.rollout import Completion, Group, Prompt
 
 
@@ -49,6 +49,8 @@ def test_similarity_of_answers_by_hand() -> None:
     assert neighbour_similarities(answers((), ())) == [1.0]
     assert neighbour_similarities(answers((), (5,))) == [0.0]
     assert neighbour_similarities(answers((5,))) == []
+    alike = (5,) * MOST_COMPARED
+    assert neighbour_similarities(answers((*alike, 7, 7), (*alike, 8))) == [1.0]  # beyond, nothing is compared
     rates = rollout_rates([group, answers((5, 2), (5, 2))], ["r"])
     assert rates.compute()["exploration/group_similarity"] == pytest.approx((6 / 7 + 2 / 3 + 0 + 1) / 4)
 

@@ -90,12 +90,13 @@ def test_cut_and_layout_change_neither_loss_nor_gradient(
     assert parts.micro_batches > 1 or budget == 9999
     # The loss is a sum of terms of both signs and order 1: rounding is relative to those, not to what is left.
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6, abs=1e-6 if dtype == torch.float32 else 1e-7)
-    # float32 sums in another order differ by some of its 6e-8. A float64 model still rotates and normalises in
-    # float32, as transformers writes these layers.
-    assert distance(got, expected) <= (2e-6 if dtype == torch.float32 else 3e-7)
+    # float32 sums in another order differ by some of its 6e-8, how many depends on the CPU's vector instructions. A
+    # float64 model still rotates and normalises in float32, as transformers writes these layers.
+    single = dtype == torch.float32
+    assert distance(got, expected) <= (8e-6 if single else 3e-7)
     ours, theirs = parts.rates.compute(), whole.rates.compute()
     for metric, value in theirs.items():
-        assert ours[metric] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True)
+        assert ours[metric] == pytest.approx(value, rel=1e-5, abs=1e-6 if single else 1e-7, nan_ok=True)
 
 
 def test_order_of_sequences_changes_neither_loss_nor_gradient(policy: Policy) -> None:
@@ -104,7 +105,7 @@ def test_order_of_sequences_changes_neither_loss_nor_gradient(policy: Policy) ->
     whole, expected = gradient_of(policy, objective, batch, 50, True)
     shuffled, got = gradient_of(policy, objective, batch.select(order), 50, True)
     assert shuffled.loss == pytest.approx(whole.loss, rel=1e-6, abs=1e-6)
-    assert distance(got, expected) <= 2e-6
+    assert distance(got, expected) <= 8e-6
 
 
 def test_sequences_without_signal_cost_no_forward_but_stay_in_the_counts(policy: Policy) -> None:
@@ -211,7 +212,7 @@ def test_shadows_are_measured_and_change_nothing(policy: Policy, reference: Poli
     batch, objective = make_rollout(), OBJECTIVES["sequence_mean"]
     alone, expected = gradient_of(policy, objective, batch, 9999, True)
     output, got = gradient_of(policy, objective, batch, budget, True, reference, SHADOWS)
-    assert distance(got, expected) <= 2e-6
+    assert distance(got, expected) <= 8e-6
     assert output.loss == pytest.approx(alone.loss, rel=1e-6, abs=1e-6)
     seen, logged = alone.rates.compute(), output.rates.compute()
     assert {name: logged[name] for name in seen} == pytest.approx(seen, rel=1e-5, abs=1e-6, nan_ok=True)

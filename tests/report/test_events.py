@@ -55,6 +55,6 @@ def test_a_folder_without_scalars_is_refused(metrics: dict | None, write: Callab
 
 
 def test_accuracies_and_their_order() -> None:
-    names = ["val/b/pass@16", "val/b/pass@2", "val/a/avg@4", "val/b/greedy", "val/b/greedy/low", "val/b/length"]
+    names = ["val/b/pass@16", "val/b/pass@2", "val/a/avg@4", "val/b/greedy", "val/b/greedy/ci_low", "val/b/length"]
     assert by_importance(names) == ["val/b/greedy", "val/a/avg@4", "val/b/pass@2", "val/b/pass@16"]
     assert not is_accuracy("reward/greedy")

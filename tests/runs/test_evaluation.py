@@ -41,10 +41,12 @@ def test_validate_measures_what_predict_writes(tmp_path: Path, tiny_model_path: 
         f"val/{name}/{figure}{end}"
         for name in ("many", "alone")
         for figure in NAMES | SHAPE
-        for end in ("", "/low", "/high")
+        for end in ("", "/ci_low", "/ci_high")
     }
     assert all(
-        logged[f"{n}/low"] <= v <= logged[f"{n}/high"] for n, v in logged.items() if not n.endswith(("/low", "/high"))
+        logged[f"{n}/ci_low"] <= v <= logged[f"{n}/ci_high"]
+        for n, v in logged.items()
+        if not n.endswith(("/ci_low", "/ci_high"))
     )
     many = [row["completions"] for row in written if row["set"] == "many"]
     assert [[c["greedy"] for c in completions] for completions in many] == [[True, *[False] * 4]] * 5
@@ -81,7 +83,7 @@ def test_the_console_has_intervals_outside_of_training_and_curves_have_none(
     def told(run: Callable[[Trainer], Any]) -> list[str]:
         caplog.clear()
         run(trainer := make_trainer(max_steps=1, callbacks=[Console()]))
-        ends = {name for name in trainer.callback_metrics if name.endswith(("/low", "/high"))}
+        ends = {name for name in trainer.callback_metrics if name.endswith(("/ci_low", "/ci_high"))}
         assert bool(ends) == (trainer.state.fn != "fit")
         return [message for message in caplog.messages if message.startswith("step 0: val/letters/greedy")]
 
