@@ -71,7 +71,7 @@ class ClipSchedule(RolloutCallback):
     ) -> None:
         """Log the bounds that the step was made with, and let closed loops see it."""
         bounds = {
-            f"optimization/clip_bound_{side}": float(getattr(module.objective.surrogate, name))
+            f"optimization/epsilon_{side}": float(getattr(module.objective.surrogate, name))
             for side, name in self._names.items()
         }
         module.log_at(trainer.global_step - 1, bounds)

@@ -12,48 +12,10 @@ from callbacks.tensorboard import tensorboards
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.metrics.names import is_accuracy
 from grpo_lit.module import GRPOModule
+from grpo_lit.report.charts import ACCURACY, PANELS, SHARE, Chart
 
-#: Charts of each panel, and the metrics in each; ``*`` stands for anything but a slash.
-PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "reward": {
-        "accuracy in training": ("reward/correct", "reward/total"),
-        "accuracy on held-out prompts": ("val/*/greedy", "val/*/avg@*"),
-        "each reward": ("reward/*",),
-    },
-    "exploration": {
-        "entropy [nats]": ("exploration/entropy",),
-        "groups": (
-            "exploration/zero_signal",
-            "exploration/solve_all",
-            "exploration/solve_none",
-            "exploration/accepted",
-        ),
-        "distinct answers of a group": ("exploration/group_diversity",),
-        "probability of the sampled tokens": ("exploration/token_prob",),
-    },
-    "length": {
-        "completion [tokens]": ("length/mean", "length/correct", "length/incorrect"),
-        "cut at max_tokens": ("length/truncated", "val/*/truncated"),
-        "ends in a loop": ("length/repetition",),
-    },
-    "optimization": {
-        "gradient norm": ("optimization/grad_norm",),
-        "clipped tokens": ("optimization/clip_low", "optimization/clip_high"),
-        "clip bounds": ("optimization/clip_bound_low", "optimization/clip_bound_high"),
-        "KL [nats per token]": ("optimization/kl_old", "optimization/kl_reference"),
-        "largest ratio": ("optimization/ratio_max",),
-        "learning rate": ("optimization/lr",),
-        "minibatches skipped": ("optimization/skipped",),
-    },
-    "system": {
-        "a step [s]": ("system/time_step", "system/time_rollout", "system/time_learn", "system/time_sync"),
-        "tokens per second": ("system/rollout_tokens_per_s", "system/learner_tokens_per_s"),
-        "engine against learner [nats]": ("system/mismatch_abs", "system/mismatch_kl"),
-        "corrections": ("system/ess", "system/is_cut"),
-        "staleness [steps]": ("system/staleness_mean", "system/staleness_max"),
-        "memory [GiB]": ("system/memory_learn", "system/memory_rollout", "system/memory_engine"),
-    },
-}
+#: Chart that stands before all others.
+HELD_OUT = Chart(ACCURACY, SHARE, ("val/*/greedy", "val/*/avg@*"))
 
 
 class Panels(Callback):
@@ -95,15 +57,31 @@ class Panels(Callback):
 def layout() -> dict[str, dict[str, list[Any]]]:
     """Return the panels as TensorBoard takes them: with regular expressions for names, matched from their beginning.
 
-    Rewards have names of the user's own, so that one chart holds whatever stands under ``reward/``.
+    The charts are those of ``scripts/report``. A name that one chart holds for itself is in no other's ``*``.
     """
+    named = [name for charts in PANELS.values() for chart in charts for name in chart.patterns if "*" not in name]
+    named += [name for charts in PANELS.values() for chart in charts[1:] for name in chart.patterns if "/*_" in name]
+    others = "|".join(_expression(name) for name in named)
     return {
         panel: {
-            title: ["Multiline", [f"{re.escape(name).replace(re.escape('*'), '[^/]+')}$" for name in names]]
-            for title, names in charts.items()
+            _title(chart): ["Multiline", [_tag(name, others) for name in chart.patterns]]
+            for chart in ((HELD_OUT, *charts) if panel == "reward" else charts)
         }
         for panel, charts in PANELS.items()
     }
+
+
+def _title(chart: Chart) -> str:
+    return f"{chart.title} [{chart.unit}]" if chart.unit else chart.title
+
+
+def _expression(name: str) -> str:
+    return re.escape(name).replace(re.escape("*"), "[^/]+")
+
+
+def _tag(name: str, others: str) -> str:
+    alone = "*" not in name or "/*_" in name
+    return f"{'' if alone else f'(?!({others})$)'}{_expression(name)}$"
 
 
 def hyperparameters(trainer: Trainer, module: GRPOModule) -> dict[str, Any]:

@@ -136,8 +136,8 @@ def test_the_shipped_ablation_parses(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [o["reduction"]["class_path"].split(".")[-1] for o in objectives] == ["SequenceMean", "TokenMean"]
     assert [config["data"]["rollout"]["dynamic_sampling"] is None for config in found] == [True, False]
     schedules = {(c["trainer"]["max_steps"], c["model"]["lr_scheduler"]["init_args"]["total_iters"]) for c in found}
-    assert schedules == {(40, 40)}
-    assert [(c["data"]["num_updates"], c["data"]["prompts_per_rollout"]) for c in found] == [(2, 32), (2, 12)]
+    assert schedules == {(20, 20)}
+    assert [(c["data"]["num_updates"], c["data"]["prompts_per_rollout"]) for c in found] == [(2, 32), (2, 16)]
     assert {c["data"]["val"]["chain_sum"]["init_args"]["size"] for c in found} == {400}
     name = spec.metric.split("/")[1]
     assert all(name in config["data"]["val"] for config in found)

@@ -1,40 +1,19 @@
 """What TensorBoard's overview tabs are given."""
 
 import re
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from callbacks.panels import PANELS, layout
 from callbacks.panels import _described as described
+from callbacks.panels import layout
 from grpo_lit.objectives import K3, GroupAdvantage, TokenClip
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
-NAMES = sorted(set(chain.from_iterable(names for charts in PANELS.values() for names in charts.values())))
+from grpo_lit.report.charts import arrange
 
 
-def glossary() -> set[str]:
-    """Return every metric of README's table in full: names after the first leave its panel out."""
-    known = set()
-    for row in README.split("## Metrics")[1].split("\n## ")[0].splitlines():
-        panel = ""
-        for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []:
-            full = re.match(r"(val/<set>|reward|exploration|length|optimization|system|shadow)/", name)
-            panel = full[1] if full else panel
-            known.add(name if full else f"{panel}/{name}")
-    return known
-
-
-def test_five_panels() -> None:
-    assert list(PANELS) == ["reward", "exploration", "length", "optimization", "system"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_metric_shown_is_explained(name: str) -> None:
-    explained = {re.sub(r"<\w+>|(?<=@)k", "*", known) for known in glossary()}
-    assert name in explained
+def test_five_panels_led_by_the_held_out_accuracy() -> None:
+    assert list(layout()) == ["reward", "exploration", "length", "optimization", "system"]
+    assert next(iter(layout()["reward"])) == "held-out accuracy [share]"
 
 
 def test_charts_hold_their_metrics_and_no_others() -> None:
@@ -43,13 +22,26 @@ def test_charts_hold_their_metrics_and_no_others() -> None:
     def shows(title: str, metric: str) -> bool:
         return any(re.match(tag, metric) for tag in tags[title])  # as TensorBoard does
 
-    assert shows("accuracy in training", "reward/correct")
-    assert not shows("accuracy in training", "reward/correct_kept")
-    assert shows("accuracy on held-out prompts", "val/sums/greedy")
-    assert shows("accuracy on held-out prompts", "val/two.words/avg@16")
-    assert not shows("accuracy on held-out prompts", "val/sums/greedy/ci_low")
-    assert shows("each reward", "reward/format")
-    assert not shows("clipped tokens", "optimization/clip_high_bound")
+    assert shows("solve rate [share]", "reward/correct")
+    assert shows("held-out accuracy [share]", "val/sums/greedy")
+    assert shows("held-out accuracy [share]", "val/two.words/avg@16")
+    assert not shows("held-out accuracy [share]", "val/sums/greedy/ci_low")
+    assert shows("rewards [mean]", "reward/format")
+    assert shows("rewards [mean]", "reward/total")
+    assert shows("not judged [share]", "reward/format_killed")
+    for other in ("reward/correct", "reward/correct_kept", "reward/format_killed"):
+        assert not shows("rewards [mean]", other)
+    assert not shows("clipped tokens [share]", "optimization/clip_high_bound")
+
+
+@pytest.mark.parametrize(
+    "name", ["reward/correct", "reward/format", "reward/a_timeouts", "val/a/truncated", "length/mean"]
+)
+def test_tensorboard_and_the_report_put_a_metric_into_the_same_chart(name: str) -> None:
+    ((chart, _),) = next(charts for charts in arrange([name]).values())
+    fitting = [title for charts in layout().values() for title, (_, tags) in charts.items()
+               if any(re.match(tag, name) for tag in tags)]  # fmt: skip
+    assert [title.split(" [")[0] for title in fitting] == [chart.title]
 
 
 @pytest.mark.parametrize(

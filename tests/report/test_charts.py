@@ -5,11 +5,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from glossary import unexplained
 
 from grpo_lit.report.charts import ACCURACY, OTHER, PANELS, arrange, overview_rows, panel_rows, short
 from grpo_lit.report.drawing import MAX_POINTS, Drawing, Mark, label, picture, pyplot, svg, thinned
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
 METRICS = [
     "reward/total",
     "reward/answer",
@@ -41,11 +41,8 @@ def test_every_metric_stands_once_in_the_most_specific_chart() -> None:
 
 
 def test_charts_name_metrics_that_exist() -> None:
-    """Each has its name in README's table, by itself or after another of its panel."""
-    names = {name for row in README.splitlines() if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row)}
-    patterns = [p for charts in PANELS.values() for chart in charts for p in chart.patterns if "*" not in p]
-    later = {"group_similarity", "epsilon_low", "epsilon_high", "tokens_sampled"}
-    assert [p for p in patterns if not {p, p.split("/")[1]} & (names | later)] == []
+    patterns = {p for charts in PANELS.values() for chart in charts for p in chart.patterns}
+    assert unexplained({p for p in patterns if "*" not in p}) == []
 
 
 def test_rows_of_a_picture() -> None:

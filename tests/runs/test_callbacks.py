@@ -30,7 +30,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.objectives import DPPO, CappedRatio, Objective, OverlongFilter, PolicyGradient, TokenClip
 
-LOW, HIGH = "optimization/clip_bound_low", "optimization/clip_bound_high"
+LOW, HIGH = "optimization/epsilon_low", "optimization/epsilon_high"
 
 
 def rows(trainer: Trainer) -> list[dict[str, float]]:

@@ -144,7 +144,7 @@ WATCHED = """
 - class_path: callbacks.EarlyStop
 - class_path: callbacks.GradientNoiseScale
 """
-SAME = ("optimization/clip_bound_high", "reward/overlong_penalty", "length/overlong", "length/repetition")
+SAME = ("optimization/epsilon_high", "reward/overlong_penalty", "length/overlong", "length/repetition")
 
 
 def test_callbacks_shape_and_say_the_same_on_two_processes(tmp_path: Path, tiny_model_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_callbacks_shape_and_say_the_same_on_two_processes(tmp_path: Path, tiny_
         samples = [json.loads(line) for line in (logs / "samples.jsonl").read_text().splitlines()]
         assert [sample["step"] for sample in samples] == [0, 1, 2]
     assert_equal_and_moved(*ends, tiny_model_path)
-    assert logged[0]["optimization/clip_bound_high"] == pytest.approx([0.01, 0.02, 0.03])
+    assert logged[0]["optimization/epsilon_high"] == pytest.approx([0.01, 0.02, 0.03])
     assert logged[0]["reward/overlong_penalty"][0] < 0
     for name in SAME:
         assert logged[1][name] == pytest.approx(logged[0][name]), name
