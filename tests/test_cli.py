@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from glossary import unexplained
 
 from grpo_lit.cli import main, run
+from grpo_lit.report.events import read_scalars
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Specifications of scripts/ablate are no overlays: tests/ablate.
@@ -58,10 +60,45 @@ def test_every_overlay_trains_a_step(overlay: str, tiny_yaml: Path) -> None:
     cli = run([*words("fit", CONFIGS / "base.yaml", CONFIGS / overlay, tiny_yaml), *single])
     assert cli.trainer.global_step == 2
     assert cli.trainer.callback_metrics["optimization/grad_norm"] > 0
+    assert unexplained(set(cli.trainer.callback_metrics), rewards=("answer", "format")) == []
     first_lines = (CONFIGS / overlay).read_text().split("model:")[0].split("trainer:")[0].split("data:")[0]
     assert "grpo-lit fit" in first_lines or "bash scripts/" in first_lines, (
         "an overlay opens with the command that runs it"
     )
+
+
+#: What the panels promise, whatever else there is: TensorBoard's names in the order of README's glossary.
+PROMISED = {
+    "reward": "total answer format correct",
+    "exploration": "entropy token_prob group_diversity group_similarity solve_all solve_none zero_signal accepted",
+    "length": "mean correct incorrect truncated repetition kept dropped overlong",
+    "optimization": "loss grad_norm lr clip_low clip_high epsilon_low epsilon_high ratio_max kl_reference kl_old"
+    " advantage_std entropy_coefficient",
+    "system": "mismatch_kl mismatch_abs ess is_cut staleness_mean staleness_max rollout_tokens_per_s tokens_sampled"
+    " learner_tokens_per_s time_rollout time_learn time_sync time_step replay_size kept_tokens memory_learn",
+    "shadow": "cosine_gspo norm_gspo",
+    "val/letters": "greedy avg@4 pass@2 pass@4 maj@4 length truncated length@4 reward_format",
+}
+
+
+def test_every_metric_is_written_by_a_short_run_and_explained_in_readme(tiny_yaml: Path, tmp_path: Path) -> None:
+    more = {
+        "trainer": {"callbacks+": [{"class_path": "callbacks.EntropyTarget", "init_args": {"target": 1.0}}]},
+        "model": {
+            "objective": {"corrections+": [{"class_path": "TruncatedIS"}]},
+            "shadows": {"gspo": {"surrogate": {"class_path": "SequenceClip"}}},
+        },
+        "data": {"evaluation": {"completions": 4}, "sampling": {"top_k": 50}},
+    }
+    file = tmp_path / "more.yaml"
+    file.write_text(yaml.safe_dump(more))
+    overlays = ("recipe/deepseek_v32", "rollout/dynamic", "rollout/replay", "rollout/curriculum", "callback/overlong",
+                "callback/clip_schedule", "callback/watch")  # fmt: skip
+    run(words("fit", CONFIGS / "base.yaml", *(CONFIGS / f"{name}.yaml" for name in overlays), tiny_yaml, file))
+    written = set(read_scalars(tmp_path / "runs"))
+    promised = {f"{panel}/{name}" for panel, names in PROMISED.items() for name in names.split()}
+    assert sorted(promised - written) == []
+    assert unexplained(written, rewards=("answer", "format")) == []
 
 
 def test_validate_test_and_predict(tiny_yaml: Path, tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""The command ``scripts/benchmark_step``: where the time of whole training steps goes."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.policy.fetch import fetch_smollm2
+from grpo_lit.report.events import Scalars, read_scalars
+
+DESCRIPTION = """\
+Measure whole optimizer steps of real runs: rollout, learning, weight sync, and what is left of the clock.
+
+Without --config, the quickstart's: a real model and a real vLLM. Each --variant is a configuration on top, and is
+measured beside the run without it, round by round, each run a process of its own. Words after -- go to every run.
+The first step of a run, which warms caches up, is left out; figures are medians over all others.
+
+Columns: s/step: wall time; rollout, learn, sync: their share of it; busy: rollout and learn together; sampled/s,
+trained/s: completion tokens sampled, and trained on, over the wall time; GiB: most memory of the learner's
+process, and of the engine's.
+
+Examples:
+  scripts/benchmark_step --steps 5
+  scripts/benchmark_step --variant configs/engine/transformers.yaml --rounds 3 --json steps.json
+  scripts/benchmark_step -- --data.prompts_per_rollout 8
+"""
+#: Steps of a run that are not measured.
+WARM_UP = 1
+_LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
+#: Phases of a step that are logged as ``system/time_<phase>``.
+PHASES = ("rollout", "learn", "sync")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        variant: What was measured.
+        seconds: Wall time.
+        shares: Of it, by phase.
+        sampled: Completion tokens drawn.
+        trained: Completion tokens that went through the learner.
+        memory_learn: Peak of the learner's process [GiB].
+        memory_engine: Of the engine's processes [GiB].
+    """
+
+    variant: str
+    seconds: float
+    shares: dict[str, float]
+    sampled: float
+    trained: float
+    memory_learn: float
+    memory_engine: float
+
+
+def steps_of(variant: str, scalars: Scalars) -> Iterator[Step]:
+    """Yield the measured steps of a run.
+
+    Args:
+        variant: Its name.
+        scalars: What it logged.
+
+    Raises:
+        ConfigError: It made no step that could be measured.
+    """
+
+    def at(name: str, step: int) -> float:
+        steps, values = scalars.get(name, ([], []))
+        return dict(zip(steps, values, strict=True)).get(step, 0.0)
+
+    steps, seconds = scalars.get("system/time_step", ([], []))
+    if len(steps) <= WARM_UP:
+        raise ConfigError(f"`steps` expected a run of more than {WARM_UP} steps, but {variant} made {len(steps)}")
+    for before, (step, wall) in zip(steps, list(zip(steps, seconds, strict=True))[WARM_UP:], strict=False):
+        sampled = at("system/tokens_sampled", step) - at("system/tokens_sampled", before)
+        yield Step(
+            variant,
+            wall,
+            {phase: at(f"system/time_{phase}", step) / wall for phase in PHASES},
+            max(sampled, 0.0),  # a later update of a rollout samples nothing
+            at("system/learner_tokens_per_s", step) * at("system/time_learn", step),
+            at("system/memory_learn", step),
+            at("system/memory_engine", step),
+        )
+
+
+def run_once(variant: str, words: Sequence[str], folder: Path) -> list[Step]:
+    """Train for a few steps in a process of its own and return them.
+
+    Raises:
+        ConfigError: The run failed.
+    """
+    own = ["--trainer.num_sanity_val_steps", "0", "--trainer.limit_val_batches", "0"]
+    own += ["--trainer.enable_progress_bar", "false", "--trainer.logger", _LOGGER]
+    own += ["--trainer.logger.init_args.save_dir", str(folder)]
+    with (folder / "log.txt").open("w+") as log:
+        done = subprocess.run(
+            [sys.executable, "-m", "grpo_lit", "fit", *words, *own], stdout=log, stderr=log, check=False
+        )
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    if done.returncode != 0:
+        told = [line for line in lines if line.startswith("error:")] or lines[-1:] or ["it said nothing"]
+        raise ConfigError(f"the run {variant!r} ended with status {done.returncode}: {told[0]}")
+    return list(steps_of(variant, read_scalars(folder)))
+
+
+def table(steps: Sequence[Step]) -> Table:
+    """Return a row of medians for each variant."""
+    result = Table(box=box.SIMPLE)
+    names = (
+        "variant",
+        "s/step",
+        "rollout",
+        "learn",
+        "sync",
+        "busy",
+        "sampled/s",
+        "trained/s",
+        "learner GiB",
+        "engine GiB",
+    )
+    for name in names:
+        result.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    for variant in dict.fromkeys(step.variant for step in steps):
+        mine = [step for step in steps if step.variant == variant]
+        # Sums over sums: a rollout may serve several steps, of which only the first samples.
+        wall = sum(step.seconds for step in mine)
+        shares = [sum(step.shares[phase] * step.seconds for step in mine) / wall for phase in PHASES]
+        result.add_row(
+            variant,
+            f"{statistics.median(step.seconds for step in mine):.2f}",
+            *(f"{share:.1%}" for share in [*shares, shares[0] + shares[1]]),
+            *(f"{sum(getattr(step, name) for step in mine) / wall:.0f}" for name in ("sampled", "trained")),
+            *(f"{max(getattr(step, name) for step in mine):.2f}" for name in ("memory_learn", "memory_engine")),
+        )
+    return result
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the benchmark from the command line; return the exit status."""
+    words = list(sys.argv[1:] if args is None else args)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="scripts/benchmark_step", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="scripts/benchmark_step [options] [-- overrides of every run]",
+    )  # fmt: skip
+    parser.add_argument("--config", nargs="+", default=[], help="configurations, later ones win (default: quickstart)")
+    parser.add_argument("--variant", action="append", default=[], help="a configuration on top; may be given again")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a run (default: 5)")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each variant, interleaved (default: 1)")
+    parser.add_argument("--json", type=Path, help="file for every step")
+    asked = parser.parse_args(words[:cut])
+    errors = Console(stderr=True)
+    try:
+        if asked.steps <= WARM_UP or asked.rounds < 1:
+            raise ConfigError(f"`steps` expected > {WARM_UP} and `rounds` >= 1, but got {asked.steps}, {asked.rounds}")
+        steps = measured(asked, words[cut + 1 :], errors)
+    except ConfigError as error:
+        errors.print(f"error: {error}", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing is written")
+        return 130
+    Console(width=max(Console().width, 110)).print(table(steps))
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(step) for step in steps], indent=2) + "\n")
+    return 0
+
+
+def measured(asked: argparse.Namespace, overrides: Sequence[str], errors: Console) -> list[Step]:
+    """Return the steps of all runs."""
+    files = asked.config or ["configs/base.yaml", "configs/quickstart.yaml"]
+    base = [word for file in files for word in ("--config", file)]
+    variants = {"base": list[str]()} | {Path(file).stem: ["--config", file] for file in asked.variant}
+    tail = ["--trainer.max_steps", str(asked.steps), *overrides]
+    if not asked.config:
+        tail = ["--model.checkpoint", str(fetch_smollm2()), *tail]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    steps: list[Step] = []
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("", total=asked.rounds * len(variants))
+        for number in range(asked.rounds):
+            for name, more in variants.items():
+                progress.update(task, description=f"round {number + 1} of {asked.rounds}: {name}")
+                with tempfile.TemporaryDirectory(prefix="grpo_lit_step_") as folder:
+                    steps += run_once(name, [*base, *more, *tail], Path(folder))
+                progress.advance(task)
+    return steps

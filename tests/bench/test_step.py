@@ -1,0 +1,75 @@
+"""Whole steps: figures by hand, and a real run of a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from grpo_lit.bench.step import main, steps_of, table
+from grpo_lit.errors import ConfigError
+
+SCALARS = {
+    "system/time_step": ([0, 1, 2], [50.0, 10.0, 2.0]),
+    "system/time_rollout": ([0, 1], [40.0, 6.0]),  # the third step is a later update
+    "system/time_learn": ([0, 1, 2], [8.0, 3.0, 1.5]),
+    "system/time_sync": ([0, 1], [1.0, 0.5]),
+    "system/tokens_sampled": ([0, 1], [100.0, 340.0]),
+    "system/learner_tokens_per_s": ([0, 1, 2], [5.0, 40.0, 60.0]),
+    "system/memory_learn": ([0, 1, 2], [1.0, 2.0, 1.5]),
+    "system/memory_engine": ([0, 1], [3.0, 3.5]),
+}
+
+
+def test_figures_by_hand() -> None:
+    second, third = steps_of("base", SCALARS)
+    assert second.shares == {"rollout": 0.6, "learn": 0.3, "sync": 0.05}
+    assert (second.seconds, second.sampled, second.trained) == (10.0, 240.0, 120.0)
+    assert (third.sampled, third.trained, third.shares["rollout"]) == (0.0, 90.0, 0.0)
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table([second, third]))
+    row = console.export_text().splitlines()[-2].split()
+    # 12 s of wall time: 6 + 0, 3 + 1.5 and 0.5 + 0 of it, 240 tokens sampled, 210 trained on.
+    assert row == ["base", "6.00", "50.0%", "37.5%", "4.2%", "87.5%", "20", "18", "2.00", "3.50"]
+
+
+def test_a_run_of_warm_up_alone_measures_nothing() -> None:
+    with pytest.raises(ConfigError, match="`steps` expected a run of more than 1"):
+        list(steps_of("base", {"system/time_step": ([0], [1.0])}))
+
+
+def test_steps_of_a_real_run(
+    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{root}:{root / 'tests/helpers'}")
+    rewards = {"answer": {"reward": {"class_path": "toys.EvenShare"}}}
+    tiny = {
+        "trainer": {"accelerator": "cpu", "devices": 1},
+        "model": {"checkpoint": str(tiny_model_path)},
+        "data": {
+            "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
+            "train": {"class_path": "toys.Letters", "init_args": {"size": 12}},
+            "val": {},
+            "rewards": {"rewards": rewards, "correct": "answer", "correct_at": 0.5},
+            "sampling": {"max_tokens": 5, "completions": 3},
+            "prompts_per_rollout": 4,
+            "max_prompt_tokens": 200,
+        },
+    }
+    file, out = tmp_path / "tiny.yaml", tmp_path / "steps.json"
+    file.write_text(yaml.safe_dump(tiny))
+    assert main(["--config", str(root / "configs/base.yaml"), str(file), "--steps", "3", "--json", str(out)]) == 0
+    steps = json.loads(out.read_text())
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 < step["shares"]["learn"] + step["shares"]["rollout"] < 1
+        assert 0 < step["trained"] <= step["sampled"] <= 4 * 3 * 5
+    assert "busy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--steps", "1"], ["--rounds", "0"], ["--config", "absent.yaml"]])
+def test_bad_arguments_are_answered_in_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "error:" in capsys.readouterr().err
