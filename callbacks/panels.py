@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +29,22 @@ class Panels(Callback):
 
     def __init__(self) -> None:
         self._hparams: dict[str, Any] = {}
+        self._laid_out = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the layout, and note what the run was begun with: callbacks may change it later."""
+        """Note what the run was begun with: callbacks may change it later."""
         self._hparams = hyperparameters(trainer, cast("GRPOModule", pl_module))
+        self._laid_out = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the layout after the first step, when it is known which charts would stay empty."""
+        if self._laid_out:
+            return
+        self._laid_out = True
         for logger in tensorboards(trainer):
-            logger.experiment.add_custom_scalars(layout())
+            logger.experiment.add_custom_scalars(layout(trainer.callback_metrics))
             logger.save()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,21 +65,32 @@ class Panels(Callback):
             logger.save()
 
 
-def layout() -> dict[str, dict[str, list[Any]]]:
+def layout(names: Iterable[str] | None = None) -> dict[str, dict[str, list[Any]]]:
     """Return the panels as TensorBoard takes them: with regular expressions for names, matched from their beginning.
 
     The charts are those of ``scripts/report``. A name that one chart holds for itself is in no other's ``*``.
+
+    Args:
+        names: Metrics of the run: a chart that would hold none of them is left out. ``None``: every chart.
     """
     named = [name for charts in PANELS.values() for chart in charts for name in chart.patterns if "*" not in name]
     named += [name for charts in PANELS.values() for chart in charts[1:] for name in chart.patterns if "/*_" in name]
     others = "|".join(_expression(name) for name in named)
-    return {
+    panels = {
         panel: {
             _title(chart): ["Multiline", [_tag(name, others) for name in chart.patterns]]
             for chart in ((HELD_OUT, *charts) if panel == "reward" else charts)
         }
         for panel, charts in PANELS.items()
     }
+    if names is None:
+        return panels
+    known = list(names)
+
+    def shown(tags: list[str]) -> bool:
+        return any(re.match(tag, name) for tag in tags for name in known)
+
+    return {p: {title: chart for title, chart in charts.items() if shown(chart[1])} for p, charts in panels.items()}
 
 
 def _title(chart: Chart) -> str:

@@ -68,7 +68,7 @@ def test_a_run_tells_what_its_files_tell(
     assert {
         panel.title: {chart.title: ["Multiline", list(chart.multiline.tag)] for chart in panel.chart}
         for panel in shown.category
-    } == layout()
+    } == layout(files.Tags()["scalars"])
     assert len(files.Tensors("custom_scalars__config__")) == 1
 
     contents = files.summary_metadata
