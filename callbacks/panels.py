@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,14 +71,14 @@ def layout(names: Iterable[str] | None = None) -> dict[str, dict[str, list[Any]]
     The charts are those of ``scripts/report``. A name that one chart holds for itself is in no other's ``*``.
 
     Args:
-        names: Metrics of the run: a chart that would hold none of them is left out. ``None``: every chart.
+        names: Metrics of the run: a chart that would hold none of them is left out, unless it
+            is of held-out answers, which may come later. ``None``: every chart.
     """
-    named = [name for charts in PANELS.values() for chart in charts for name in chart.patterns if "*" not in name]
-    named += [name for charts in PANELS.values() for chart in charts[1:] for name in chart.patterns if "/*_" in name]
-    others = "|".join(_expression(name) for name in named)
+    patterns = [name for charts in PANELS.values() for chart in charts for name in chart.patterns]
+    named = [name for name in patterns if _is_named(name)]
     panels = {
         panel: {
-            _title(chart): ["Multiline", [_tag(name, others) for name in chart.patterns]]
+            _title(chart): ["Multiline", [_tag(name, named) for name in chart.patterns]]
             for chart in ((HELD_OUT, *charts) if panel == "reward" else charts)
         }
         for panel, charts in PANELS.items()
@@ -87,8 +87,8 @@ def layout(names: Iterable[str] | None = None) -> dict[str, dict[str, list[Any]]
         return panels
     known = list(names)
 
-    def shown(tags: list[str]) -> bool:
-        return any(re.match(tag, name) for tag in tags for name in known)
+    def shown(tags: Sequence[str]) -> bool:
+        return any(tag.startswith("val") or re.match(tag, name) for tag in tags for name in known)
 
     return {p: {title: chart for title, chart in charts.items() if shown(chart[1])} for p, charts in panels.items()}
 
@@ -101,9 +101,15 @@ def _expression(name: str) -> str:
     return re.escape(name).replace(re.escape("*"), "[^/]+")
 
 
-def _tag(name: str, others: str) -> str:
-    alone = "*" not in name or "/*_" in name
-    return f"{'' if alone else f'(?!({others})$)'}{_expression(name)}$"
+def _is_named(pattern: str) -> bool:
+    """Return whether a pattern stands for a metric, or for one of each reward: ``reward/*_killed``."""
+    return "*" not in pattern or "/*_" in pattern
+
+
+def _tag(pattern: str, named: Sequence[str]) -> str:
+    panel = pattern.split("/")[0]
+    others = "|".join(_expression(name) for name in named if name.split("/")[0] == panel)
+    return f"{'' if _is_named(pattern) or not others else f'(?!({others})$)'}{_expression(pattern)}$"
 
 
 def hyperparameters(trainer: Trainer, module: GRPOModule) -> dict[str, Any]:
