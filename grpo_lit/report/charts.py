@@ -56,7 +56,7 @@ PANELS: dict[str, tuple[Chart, ...]] = {
     ),
     "optimization": (
         Chart("gradient norm", "before clipping", ("optimization/grad_norm",)),
-        Chart("divergence", "nats", ("optimization/kl_old", "optimization/kl_reference")),
+        Chart("divergence", "nats", ("optimization/kl_old", "optimization/kl_reference", "optimization/kl_penalty")),
         Chart("clipped tokens", SHARE, ("optimization/clip_low", "optimization/clip_high")),
         Chart("largest ratio", "ratio", ("optimization/ratio_max",)),
         Chart("advantage", "std", ("optimization/advantage_std",)),
@@ -68,9 +68,13 @@ PANELS: dict[str, tuple[Chart, ...]] = {
     "system": (
         Chart("time of a step", "s", ("system/time_rollout", "system/time_learn", "system/time_sync")),
         Chart("speed", "tokens/s", ("system/rollout_tokens_per_s", "system/learner_tokens_per_s")),
-        Chart("mismatch of engine and learner", "nats", ("system/mismatch_abs", "system/mismatch_kl")),
+        Chart(
+            "mismatch of engine and learner",
+            "nats",
+            ("system/mismatch_abs", "system/mismatch_kl", "system/mismatch_chi2"),
+        ),
         Chart("staleness", "steps", ("system/staleness_mean", "system/staleness_max")),
-        Chart("corrections", SHARE, ("system/ess", "system/is_cut")),
+        Chart("corrections", SHARE, ("system/ess", "system/is_cut", "system/ess_*", "system/is_cut_*")),
         Chart("memory", "GiB", ("system/memory_learn", "system/memory_rollout", "system/memory_engine")),
         Chart("tokens sampled", "tokens", ("system/tokens_sampled",)),
         Chart("whole step, overheads too", "s", ("system/time_step",)),
