@@ -1,5 +1,6 @@
 """The command line: every shipped YAML runs, mistakes are answered in a few lines, a second run is never refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import yaml
 from glossary import unexplained
 
+from grpo_lit.ablate.cells import cells_of
+from grpo_lit.ablate.spec import load_spec
 from grpo_lit.cli import main, run
 from grpo_lit.report.events import read_scalars
 
@@ -108,9 +111,36 @@ def test_validate_test_and_predict(tiny_yaml: Path, tmp_path: Path) -> None:
     run(words("predict", CONFIGS / "base.yaml", tiny_yaml))
 
 
-def test_a_second_run_in_the_same_folder_is_not_refused(tiny_yaml: Path) -> None:
+@pytest.mark.parametrize("logger", [["--trainer.logger.init_args.version", "0"], ["--trainer.logger", "false"]])
+def test_a_second_run_in_the_same_folder_is_not_refused(tiny_yaml: Path, logger: list[str]) -> None:
+    """Field bug G1."""
     for _ in range(2):
-        run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), "--trainer.logger.init_args.version", "0"])
+        run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), *logger, "--trainer.max_steps", "1"])
+
+
+NUMBERS = (
+    "{model: {optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 3e-4}}}, data: {sampling: {top_p: 9e-1}}}"
+)
+
+
+@pytest.mark.parametrize("loader", ["file", "argument", "ablation"])
+def test_numbers_mean_the_same_in_every_loader(
+    loader: str, tiny_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Field bug G2: YAML 1.1, which scripts/ablate reads, takes 3e-4 for text."""
+    (file := tmp_path / "numbers.yaml").write_text(NUMBERS)
+    given = str(file)
+    if loader == "argument":
+        given = json.dumps(yaml.safe_load(NUMBERS))
+    if loader == "ablation":
+        text = f"output: {tmp_path}\nmetric: val/a/greedy\nseeds: [0]\nbase: [{CONFIGS}/base.yaml]\noverlays: "
+        (spec := tmp_path / "spec.yaml").write_text(f"{text}{{numbers: {NUMBERS}}}")
+        given = next(word for word in cells_of(load_spec(spec), [])[1].arguments if "3e-4" in word)
+    with pytest.raises(SystemExit):
+        run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), "--config", given, "--print_config"])
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["optimizer"]["init_args"]["lr"] == 3e-4
+    assert config["data"]["sampling"]["top_p"] == 0.9
 
 
 def test_a_run_goes_on_from_its_last_checkpoint(tiny_yaml: Path, tmp_path: Path) -> None:
@@ -124,6 +154,7 @@ MISTAKES = {
     "unknown_class": (["--model.objective.surrogate", "TokenKlip"], ["model.objective.surrogate", "TokenKlip"]),
     "wrong_type": (["--data.prompts_per_rollout", "many"], ["data.prompts_per_rollout", "many"]),
     "float_for_int": (["--trainer.max_steps", "1.5"], ["trainer.max_steps", "1.5"]),
+    "power_for_int": (["--data.prompts_per_rollout", "1e6"], ["data.prompts_per_rollout", "1000000.0"]),
     "unknown_key": (["--model.max_tokens", "3"], ["model.max_tokens"]),
     "missing_model": (["--model.checkpoint", "no/such-model"], ["model.checkpoint", "no/such-model"]),
     "no_model_given": (["--model.checkpoint", "???"], ["model.checkpoint"]),

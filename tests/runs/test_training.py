@@ -113,6 +113,7 @@ def test_the_sampler_as_old_policy_leaves_its_gap_in_the_ratio(
 def test_the_schedule_counts_optimizer_steps(
     make_module: Callable, make_data: Callable, make_trainer: Callable
 ) -> None:
+    """Field bug G3: Lightning steps no schedule in manual optimization, and counts epochs where it does."""
     recorder = Recorder()
     warmup = lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, 1.0, total_iters=3)  # noqa: E731
     module = make_module(lr_scheduler=warmup)
