@@ -1,20 +1,23 @@
 """Attention over shared-prefix packs: every sequence sees its prompt and itself, and nothing else is computed.
 
 A pack holds each prompt once, so the keys of a sequence do not lie side by side. They are gathered, sequences of about
-equal length together, and SDPA's causal kernel does the rest: no mask, and no product of two siblings' tokens::
+equal length together. With masks, a prompt attends once and a completion's rows have the completion's queries alone::
 
     pack       p0 p1 p2 a0 a1 b0            two completions of one prompt
-    gathered   p0 p1 p2 a0 a1               row 0
-               p0 p1 p2 b0  .               row 1; padding comes last, where causal attention does not see it
+    keys       p0 p1 p2                     queries  p0 p1 p2     causal
+    keys       p0 p1 p2 a0 a1               queries  a0 a1        key j is seen by query i where j <= 3 + i
+               p0 p1 p2 b0  .                        b0  .        padding comes last, where nobody looks
 
-A prompt's own output is read off the first row that holds it.
+Without, every row is a whole sequence under SDPA's causal kernel, and a prompt's own output is read off the first row
+that holds it: more products, but no mask, which CUDA's kernels for long sequences do not take.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,8 +25,28 @@ from transformers.masking_utils import sdpa_mask
 
 #: Name under which transformers knows :func:`packed_attention`.
 PACKED = "grpo_lit_packed"
-#: A sequence shorter than this share of the longest of its table begins another one, which pads it less.
+#: Rows of a table are at least this share of its longest: the others have tables of their own, which pad them less.
 SHORTEST_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one attention: columns of the pack, 0 after a row's end.
+
+    Attributes:
+        keys: A sequence each.
+        queries: The columns of it whose output is computed.
+        mask: Whether a query sees a key; ``None``: queries are keys, and each sees those up to itself.
+    """
+
+    keys: Int[Tensor, "B W"]
+    queries: Int[Tensor, "B Q"]
+    mask: Bool[Tensor, "B 1 Q W"] | None = None
+
+    def to(self, device: torch.device | str) -> "Table":
+        """Return the same table on ``device``."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return Table(self.keys.to(device), self.queries.to(device), mask)
 
 
 @dataclass(frozen=True)
@@ -31,11 +54,11 @@ class Layout:
     """Which tokens of a pack make each sequence.
 
     Attributes:
-        tables: Columns of the pack, a row for each sequence, longest first; 0 after its end.
-        source: Where each column's output lies in the rows of all tables, one after the other.
+        tables: Of sequences of about equal length.
+        source: Where each column's output lies in the queries of all tables, one row after the other.
     """
 
-    tables: tuple[Int[Tensor, "_ _"], ...]
+    tables: tuple[Table, ...]
     source: Int[Tensor, "L"]
 
     def to(self, device: torch.device | str) -> "Layout":
@@ -43,54 +66,96 @@ class Layout:
         return Layout(tuple(table.to(device) for table in self.tables), self.source.to(device))
 
 
+#: First column and number of columns of tokens that lie side by side.
+Span = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Branch:
     """A sequence in a pack: a prompt, and the columns that continue it.
 
     Attributes:
-        prompt: First column and number of columns of the prompt.
-        inputs: First column and number of columns of the completion's inputs.
+        prompt: Columns of the prompt.
+        inputs: Columns of the completion's inputs.
     """
 
-    prompt: tuple[int, int]
-    inputs: tuple[int, int]
+    prompt: Span
+    inputs: Span
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a table.
+
+    Attributes:
+        before: Keys that every query sees.
+        own: Queries, which are the keys after those.
+    """
+
+    before: Span
+    own: Span
 
     @property
-    def size(self) -> int:
-        """Columns in all."""
-        return self.prompt[1] + self.inputs[1]
+    def keys(self) -> int:
+        return self.before[1] + self.own[1]
 
 
-def make_layout(branches: list[Branch], columns: int) -> Layout:
+def make_layout(branches: list[Branch], columns: int, masks: bool) -> Layout:
     """Return the layout of a pack of this many columns.
 
     Args:
-        branches: All sequences. One without inputs is left out where another holds its prompt.
+        branches: All sequences.
         columns: L.
+        masks: Compute a prompt's queries once, and a completion's under a mask; else those of whole sequences.
     """
-    longest_first = sorted(branches, key=lambda branch: -branch.size)
-    tables: list[list[Branch]] = []
-    covered: set[int] = set()
-    for branch in longest_first:
-        if not branch.inputs[1] and branch.prompt[0] in covered:
-            continue
-        covered.add(branch.prompt[0])
-        if not tables or branch.size < SHORTEST_SHARE * tables[-1][0].size:
-            tables.append([])
-        tables[-1].append(branch)
-    source, built, offset = torch.full((columns,), -1), [], 0
-    for rows in tables:
-        table = torch.zeros(len(rows), rows[0].size, dtype=torch.long)
-        for row, branch in zip(table, rows, strict=True):
-            (start, size), (first, count) = branch.prompt, branch.inputs
-            row[:size] = torch.arange(start, start + size)
-            row[size : size + count] = torch.arange(first, first + count)
-            if source[start] < 0:
-                source[start : start + size] = torch.arange(offset, offset + size)
-            source[first : first + count] = torch.arange(offset + size, offset + size + count)
-            offset += len(row)
-        built.append(table)
-    return Layout(tuple(built), source)
+    prompts = [_Row((0, 0), prompt) for prompt in dict.fromkeys(branch.prompt for branch in branches)]
+    if masks:
+        rows = prompts + [_Row(branch.prompt, branch.inputs) for branch in branches if branch.inputs[1]]
+    else:
+        longest_first = sorted(branches, key=lambda branch: -branch.inputs[1])
+        alone = {branch.prompt for branch in branches} - {b.prompt for b in branches if b.inputs[1]}
+        rows = [_Row(b.prompt, b.inputs) for b in longest_first if b.inputs[1]]
+        rows += [row for row in prompts if row.own in alone]
+    alike: dict[tuple[bool, int, int], list[_Row]] = {}
+    for row in rows:
+        # With masks both sides of the square are padded, without only one.
+        sizes = (_class(row.own[1]) if masks else 0, _class(row.keys))
+        alike.setdefault((masks and row.before[1] > 0, *sizes), []).append(row)
+    source, offset, tables = torch.full((columns,), -1), 0, []
+    for (masked, *_), members in alike.items():
+        tables.append(_table(members, masked))
+        width = tables[-1].queries.shape[1]
+        for row in members:
+            spans = [row.own] if masked else [row.before, row.own]
+            start = offset
+            for first, count in spans:
+                if count and source[first] < 0:
+                    source[first : first + count] = torch.arange(start, start + count)
+                start += count
+            offset += width
+    return Layout(tuple(tables), source)
+
+
+def _class(size: int) -> int:
+    """Return a number that sizes share of which none is below :data:`SHORTEST_SHARE` of another."""
+    return -1 if size < 1 else math.floor(math.log(size) / -math.log(SHORTEST_SHARE))
+
+
+def _table(rows: list[_Row], masked: bool) -> Table:
+    width = max(row.keys for row in rows)
+    keys = torch.zeros(len(rows), width, dtype=torch.long)
+    for line, row in zip(keys, rows, strict=True):
+        (start, size), (first, count) = row.before, row.own
+        line[:size] = torch.arange(start, start + size)
+        line[size : size + count] = torch.arange(first, first + count)
+    if not masked:
+        return Table(keys, keys)
+    queries = torch.zeros(len(rows), max(row.own[1] for row in rows), dtype=torch.long)
+    for line, row in zip(queries, rows, strict=True):
+        line[: row.own[1]] = torch.arange(row.own[0], row.own[0] + row.own[1])
+    seen = torch.tensor([row.before[1] for row in rows])[:, None] + torch.arange(queries.shape[1])
+    # Padding sees something too: a softmax over nothing is NaN, and spoils the gradient of its column.
+    return Table(keys, queries, (torch.arange(width) <= seen[:, :, None])[:, None])
 
 
 def packed_attention(
@@ -120,8 +185,10 @@ def packed_attention(
     shared = key.shape[1] != query.shape[1]
     outputs = []
     for table in layout.tables:
-        q, k, v = (_gathered(part, table) for part in (query, key, value))
-        output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared)
+        q, k, v = _gathered(query, table.queries), _gathered(key, table.keys), _gathered(value, table.keys)
+        output = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=table.mask, is_causal=table.mask is None, scale=scaling, enable_gqa=shared
+        )
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
     joined = nn.functional.embedding(layout.source, torch.cat(outputs))
     return joined.view(1, len(layout.source), query.shape[1], -1), None

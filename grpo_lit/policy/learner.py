@@ -188,7 +188,7 @@ class Learner:
         most = int(self.ranks.max(torch.tensor(len(plan))))
         for rows in plan:
             order = torch.tensor([i for row in rows for unit in row for i in unit.sequences], dtype=torch.long)
-            yield sequences[order], *pack_rows(part, rows)
+            yield sequences[order], *pack_rows(part, rows, masks=self.device.type == "cpu")
         for _ in range(most - len(plan)):
             yield None, *_idle_micro_batch(batch)
 

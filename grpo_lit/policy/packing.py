@@ -126,10 +126,13 @@ def _split_group(members: Sequence[int], prompt: int, lengths: Sequence[int], bu
     return [*units, open_unit]
 
 
-def pack_rows(batch: TokenBatch, rows: Rows) -> tuple[TokenBatch, Pack]:
+def pack_rows(batch: TokenBatch, rows: Rows, masks: bool = True) -> tuple[TokenBatch, Pack]:
     """Return the sequences of one micro-batch, and the pack whose ``predictor`` follows their token order.
 
-    Several rows hold one sequence each; one row may hold anything.
+    Args:
+        batch: The sequences.
+        rows: Several hold one sequence each; one alone may hold anything.
+        masks: See :func:`grpo_lit.policy.attention.make_layout`.
     """
     sequences = [i for row in rows for unit in row for i in unit.sequences]
     micro = batch.select(torch.tensor(sequences, dtype=torch.long, device=batch.lengths.device))
@@ -163,4 +166,4 @@ def pack_rows(batch: TokenBatch, rows: Rows) -> tuple[TokenBatch, Pack]:
         # Padding continues the positions: a restart at 0 would read as a second packed sequence.
         position_ids = torch.arange(width).expand(shape).contiguous()
         return micro, Pack(input_ids, position_ids, None, flat)
-    return micro, Pack(input_ids, position_ids, make_layout(branches, width), flat)
+    return micro, Pack(input_ids, position_ids, make_layout(branches, width, masks), flat)

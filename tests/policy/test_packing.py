@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.policy.attention import Layout
 from grpo_lit.policy.packing import pack_rows, plan_micro_batches
 from grpo_lit.rollout import Completion, Group, Prompt
 
@@ -34,23 +35,56 @@ def test_a_pack_holds_each_prompt_once_and_continues_its_positions() -> None:
     assert micro.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22]
 
 
-def test_the_layout_names_the_columns_of_each_sequence() -> None:
-    batch = make_batch(EXAMPLE)
+def layout_of(batch: TokenBatch, masks: bool) -> Layout:
     (rows,) = plan_micro_batches(batch, budget=100, share_prefix=True)
-    layout = pack_rows(batch, rows)[1].layout
-    # 1 2 3 12 13 and, at more than .75 of its length, 1 2 3 10 with a column of padding; 4 5 21 is shorter and begins
-    # a table. The empty completion and the one of one token need no row: their prompts have one.
-    assert [table.tolist() for table in layout.tables] == [[[0, 1, 2, 4, 5], [0, 1, 2, 3, 0]], [[6, 7, 8]]]
-    # The prompt is read off the first row, 10 off the second (5 + 3), 12 13 off the first, the rest follows at 10.
-    assert layout.source.tolist() == [0, 1, 2, 8, 3, 4, 10, 11, 12]
+    layout = pack_rows(batch, rows, masks)[1].layout
+    assert layout is not None
+    return layout
+
+
+def test_the_layout_names_the_columns_of_each_sequence() -> None:
+    layout = layout_of(make_batch(EXAMPLE), masks=False)
+    # 1 2 3 12 13, then 1 2 3 10, then 4 5 21, each of another class of lengths. The empty completion and the one of one
+    # token need no row: their prompts have one.
+    assert [table.keys.tolist() for table in layout.tables] == [[[0, 1, 2, 4, 5]], [[0, 1, 2, 3]], [[6, 7, 8]]]
+    assert all(table.queries is table.keys and table.mask is None for table in layout.tables)
+    # The prompt is read off the first row, 12 13 too, 10 off the second (5 + 3), the rest follows at 9.
+    assert layout.source.tolist() == [0, 1, 2, 8, 3, 4, 9, 10, 11]
+
+
+def test_under_masks_prompts_attend_once_and_completions_alone() -> None:
+    # Inputs 10 11 12 (columns 3 to 5) and 13 14 15 16 (6 to 9) behind 1 2 3, then 4 5 with 21 (12).
+    batch = make_batch([([1, 2, 3], [[10, 11, 12, 0], [13, 14, 15, 16, 0]]), ([4, 5], [[20], [21, 0]])])
+    layout = layout_of(batch, masks=True)
+    causal, masked = ([t for t in layout.tables if (t.mask is None) == yes] for yes in (True, False))
+    assert [table.keys.tolist() for table in causal] == [[[0, 1, 2]], [[10, 11]]]
+    shapes = [(table.keys.tolist(), table.queries.tolist()) for table in masked]
+    assert shapes == [
+        ([[0, 1, 2, 3, 4, 5]], [[3, 4, 5]]),
+        ([[0, 1, 2, 6, 7, 8, 9]], [[6, 7, 8, 9]]),
+        ([[10, 11, 12]], [[12]]),
+    ]
+    assert [table.mask[0, 0].int().tolist() for table in masked[:1]] == [
+        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
+    ]
+    # Prompts at 0 and 3, then 5, 8 and 12: in the order of the tables.
+    assert layout.source.tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 3, 4, 12]
+
+
+def test_rows_of_about_equal_length_share_a_table_and_padding_sees_something() -> None:
+    batch = make_batch([([1, 2, 3], [[10] * 9, [11] * 10])])  # 8 and 9 inputs: columns 3 to 10 and 11 to 19
+    (table,) = (table for table in layout_of(batch, masks=True).tables if table.mask is not None)
+    assert table.keys.tolist() == [[0, 1, 2, *range(3, 11), 0], [0, 1, 2, *range(11, 20)]]
+    assert table.queries.tolist() == [[*range(3, 11), 0], list(range(11, 20))]
+    assert table.mask.any(-1).all()
+    assert table.mask[0, 0, 7].tolist() == [True] * 11 + [False]  # the last input does not see the padding
 
 
 def test_a_prompt_whose_completions_need_no_inputs_has_a_row() -> None:
     batch = make_batch([([1, 2, 3], [[10], []]), ([4, 5], [[20], [21, 22]])])
-    (rows,) = plan_micro_batches(batch, budget=100, share_prefix=True)
-    layout = pack_rows(batch, rows)[1].layout
-    assert [table.tolist() for table in layout.tables] == [[[0, 1, 2], [3, 4, 5]]]
-    assert layout.source.tolist() == [0, 1, 2, 3, 4, 5]
+    layout = layout_of(batch, masks=False)
+    assert sorted(row for table in layout.tables for row in table.keys.tolist()) == [[0, 1, 2], [3, 4, 5]]
+    assert sorted(layout.source.tolist()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_micro_batches_are_as_few_as_the_budget_allows_and_about_equal() -> None:

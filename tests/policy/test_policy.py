@@ -82,12 +82,12 @@ def alone(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return torch.cat(result)
 
 
-def packed(model: PreTrainedModel, batch: TokenBatch, budget: int, share: bool) -> Tensor:
+def packed(model: PreTrainedModel, batch: TokenBatch, budget: int, share: bool, masks: bool = True) -> Tensor:
     """The same through packs, put back into batch order."""
     policy, result = Policy(model), torch.zeros(batch.tokens)
     for rows in plan_micro_batches(batch, budget, share):
         chosen = torch.tensor([i for row in rows for unit in row for i in unit.sequences])
-        micro, pack = pack_rows(batch, rows)
+        micro, pack = pack_rows(batch, rows, masks)
         logprobs = policy(pack, micro.token_ids, micro.temperature).logprobs
         result = result.index_put((batch.token_positions(chosen),), logprobs)
     return result
@@ -106,8 +106,8 @@ def test_packs_give_the_log_probs_and_gradients_of_each_sequence_alone(name: str
     weights = torch.randn(batch.tokens)
     expected = alone(model, batch)
     gradients = torch.autograd.grad((expected * weights).sum(), list(model.parameters()), allow_unused=True)
-    for share in {can_share_prefix(model), False}:
-        got = packed(model, batch, budget, share)
+    for share, masks in {(can_share_prefix(model), True), (can_share_prefix(model), False), (False, True)}:
+        got = packed(model, batch, budget, share, masks)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         ours = torch.autograd.grad((got * weights).sum(), list(model.parameters()), allow_unused=True)
         for a, b in zip(ours, gradients, strict=True):
