@@ -12,6 +12,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.evaluating import EvaluatingModule
 from grpo_lit.policy.checkpoint import empty_model, load_model
 from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.policy.precision import float32_by_default, weights_dtype
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
 
 
@@ -42,6 +43,7 @@ class ModelsModule(EvaluatingModule):
         self.reference: Policy | None = None
         self.old_policy: Policy | None = None
 
+    @float32_by_default()
     def configure_model(self) -> None:
         """Load the policy, and the copies of it that the recipe asks for; once."""
         if self.policy is not None:
@@ -73,14 +75,15 @@ class ModelsModule(EvaluatingModule):
 
     def _make_policy(self, frozen: bool = False) -> Policy:
         """Return the model of the checkpoint: whole, or this rank's share of it under a strategy that has a mesh."""
-        mesh = self._device_mesh
+        mesh, dtype = self._device_mesh, weights_dtype(str(self.trainer.precision))
         if mesh is None:
-            return self._prepared(copy.deepcopy(self.policy) if frozen else Policy(load_model(self.checkpoint)), frozen)
-        policy = Policy(empty_model(self.checkpoint))
+            made = copy.deepcopy(self.policy) if frozen else Policy(load_model(self.checkpoint, dtype))
+            return self._prepared(made, frozen)
+        policy = Policy(empty_model(self.checkpoint, dtype))
         in_shards = can_read_shards(policy, self.checkpoint)
         if not in_shards:
             rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
-            policy = Policy(load_model(self.checkpoint))
+            policy = Policy(load_model(self.checkpoint, dtype))
         strategy = self.trainer.strategy
         self._prepared(policy, frozen)
         shard(policy, mesh["data_parallel"], getattr(strategy, "reshard_after_forward", True))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_lit.batch import TokenBatch
@@ -20,7 +19,9 @@ from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
 from grpo_lit.models import ModelsModule
 from grpo_lit.objectives import GDPOAdvantage, Objective, Shadows
+from grpo_lit.optimizers import default_optimizer, warn_of_lost_updates
 from grpo_lit.policy.learner import GradientOutput, Learner, Measurement
+from grpo_lit.policy.precision import float32_by_default, weights_dtype
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 
@@ -78,7 +79,7 @@ class GRPOModule(ModelsModule):
         )
         self.automatic_optimization = False
         self.objective, self.shadows = trained, others
-        self._make_optimizer, self._make_scheduler = optimizer or _default_optimizer, lr_scheduler
+        self._make_optimizer, self._make_scheduler = optimizer or default_optimizer, lr_scheduler
         self.old_policy_source = old_policy
         self.max_tokens_per_micro_batch, self.gradient_clip_norm = max_tokens_per_micro_batch, gradient_clip_norm
         self.max_idle_minibatches = max_idle_minibatches
@@ -101,7 +102,7 @@ class GRPOModule(ModelsModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Refuse what contradicts, and precisions in which reinforcement learning silently stands still."""
+        """Refuse what contradicts, before any model is loaded."""
         rewards = self.trainer.datamodule.rewards.rewards  # type: ignore[attr-defined]
         conditional = [name for name, part in rewards.items() if part.conditional]
         for recipe in (self.objective, *self.shadows.recipes.values()):
@@ -117,17 +118,12 @@ class GRPOModule(ModelsModule):
                 )
             if advantage.weights is None:
                 advantage.weights = {name: part.weight for name, part in rewards.items()}
-        precision = str(self.trainer.precision)
-        if precision.startswith("16"):
-            raise ConfigError(
-                f"`trainer.precision` expected 32-true or bf16-mixed, but got {precision}: no loss scaling"
-            )
-        if precision == "bf16-true":
-            rank_zero_warn("trainer.precision=bf16-true: an update below 1/256 of a weight is lost; use bf16-mixed")
+        weights_dtype(str(self.trainer.precision))
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return the optimizer over trainable parameters, and the schedule in optimizer steps."""
         optimizer = self._make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        warn_of_lost_updates(optimizer)
         if self._make_scheduler is None:
             return {"optimizer": optimizer}
         return {
@@ -148,6 +144,7 @@ class GRPOModule(ModelsModule):
             self.measurements,
         )
 
+    @float32_by_default()
     def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
         """Make one optimizer step on one minibatch of a rollout.
 
@@ -283,7 +280,3 @@ class GRPOModule(ModelsModule):
             if isinstance(counts, dict) and counts["ready"] > counts["processed"]:
                 counts |= dict.fromkeys(("ready", "started"), counts["completed"])
         super().on_save_checkpoint(checkpoint)
-
-
-def _default_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)

@@ -43,11 +43,12 @@ class Evaluation:
             )
 
 
-@dataclass(frozen=True)
 class EvaluationBatch:
     """Answers to some held-out prompts of one data set.
 
-    Attributes:
+    No dataclass: Lightning copies those, and its ``bf16-true`` refuses frozen ones.
+
+    Args:
         name: The data set's key under ``data.val``.
         places: Of the prompts in their set, over all ranks.
         greedy: One-answer groups at temperature 0.
@@ -57,13 +58,18 @@ class EvaluationBatch:
         domains: Domains that get an accuracy of their own.
     """
 
-    name: str
-    places: list[int]
-    greedy: list[Group]
-    sampled: list[Group]
-    answers: list[list[Hashable | None]]
-    correct: str
-    domains: Sequence[str] = ()
+    def __init__(
+        self,
+        name: str,
+        places: list[int],
+        greedy: list[Group],
+        sampled: list[Group],
+        answers: list[list[Hashable | None]],
+        correct: str,
+        domains: Sequence[str] = (),
+    ) -> None:
+        self.name, self.places, self.greedy, self.sampled = name, places, greedy, sampled
+        self.answers, self.correct, self.domains = answers, correct, domains
 
     def figures(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield each prompt's place and what is logged of it."""

@@ -1,15 +1,19 @@
 """The policy: a causal language model that answers with log-prob and entropy of completion tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from typing_extensions import override
 
 from grpo_lit.batch import KeptTensors
 from grpo_lit.policy.attention import PACKED, attend_to_packs, no_mask
 from grpo_lit.policy.head import Head, logprobs_and_entropy
 from grpo_lit.policy.packing import Pack
+from grpo_lit.policy.precision import apply_but_keep
 from grpo_lit.shapes import TokenFloat, TokenInt
 
 #: Attention that does not see a whole sequence, or state that runs along the row.
@@ -65,6 +69,11 @@ class Policy(nn.Module):
         )
         logprobs, entropy = logprobs_and_entropy(hidden, targets, head, kept)
         return PolicyOutput(logprobs, entropy)
+
+    @override
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        apply_but_keep(self, lambda: super(Policy, self)._apply(fn, recurse))
+        return self
 
 
 def _logit_scale(config: PretrainedConfig) -> float:

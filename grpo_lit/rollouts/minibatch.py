@@ -91,14 +91,15 @@ class Rollout:
         return cls((), TokenBatch(**state["batch"]), UpdatePlan(**state["plan"]), state["updates"])
 
 
-@dataclass(frozen=True)
 class Minibatch:
     """One optimizer step's share of a rollout.
 
-    Attributes:
+    No dataclass: Lightning copies those, and its ``bf16-true`` casts every tensor that it finds in them.
+
+    Args:
         rollout: Where its sequences come from.
         update: Which of ``rollout.updates`` this is; 0 is the first.
     """
 
-    rollout: Rollout
-    update: int
+    def __init__(self, rollout: Rollout, update: int) -> None:
+        self.rollout, self.update = rollout, update
