@@ -23,7 +23,7 @@ class ReferenceRefresh(Callback):
         decay: Share of the old reference that stays, 0 to 1.
 
     Raises:
-        ConfigError: For a number out of range, or a recipe that pays no KL.
+        ConfigError: For a number out of range, a recipe that pays no KL, or a reference that cannot be moved.
     """
 
     def __init__(self, every_n_steps: int = 100, decay: float = 0.0) -> None:
@@ -33,13 +33,19 @@ class ReferenceRefresh(Callback):
             raise ConfigError(f"`decay` of ReferenceRefresh expected 0 to below 1, but got {decay}: 1 never refreshes")
         self.every_n_steps, self.decay = every_n_steps, decay
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the reference held in float32 where it is to be an average."""
+        cast("GRPOModule", pl_module).averages_reference = self.decay > 0
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a run without a reference."""
-        if not cast("GRPOModule", pl_module).objective.needs_reference:
+        """Refuse a run without a reference, or with one that cannot be moved."""
+        module = cast("GRPOModule", pl_module)
+        if not module.objective.needs_reference:
             raise ConfigError(
                 "`trainer.callbacks: ReferenceRefresh` expected a recipe with a reference, but got none: set "
                 "`model.objective.divergence` with a `beta` above 0, or drop the callback"
             )
+        module.check_refresh(self.decay)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

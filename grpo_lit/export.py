@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.policy.adapter import LoRA, merge, save_adapter
 from grpo_lit.policy.checkpoint import load_model, load_tokenizer
+from grpo_lit.policy.quantization import NF4
 
 #: How the policy's weights are named in a checkpoint of GRPOModule.
 _PREFIX = "policy.model."
@@ -19,19 +23,22 @@ _METADATA = "meta.pt"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32) -> Path:
+def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32, adapter: bool = False) -> Path:
     """Write the policy of a checkpoint, its tokenizer and generation config to a folder.
 
     Args:
         checkpoint: A ``.ckpt`` file written by ``fit``, or a ``.ckpt`` folder of shards.
         target: Folder to write; must not hold a model already.
         dtype: Of the written weights.
+        adapter: Write the adapter alone, as a folder for peft, instead of merging it into the weights that it was
+            trained beside.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The file is missing or is no checkpoint of this package, or the folder is taken.
+        ConfigError: The file is missing or is no checkpoint of this package, the folder is taken, or there is no
+            adapter.
     """
     sharded = (checkpoint / _METADATA).is_file()
     if not (checkpoint.is_file() or sharded):
@@ -42,17 +49,41 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32) -
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if "grpo_lit" not in state:
         raise ConfigError(f"`checkpoint` expected a file written by grpo-lit fit, but {checkpoint} is not")
-    source = state["grpo_lit"]["checkpoint"]
-    model: Any = load_model(source)  # transformers wraps `to`, and its wrapper hides the arguments
-    if sharded:  # reads what is asked for, into the model's own tensors
+    note = state["grpo_lit"]
+    source, trained = note["checkpoint"], note.get("adapter")
+    if adapter and trained is None:
+        raise ConfigError(f"`--adapter` expected a checkpoint of a run with `model.adapter`, but {checkpoint} is whole")
+    # transformers wraps `to`, and its wrapper hides the arguments
+    model: Any = load_model(source) if trained is None else _adapted(note, state["state_dict"])
+    if adapter:
+        save_adapter(model, source, target)
+        load_tokenizer(source).save_pretrained(target)
+        return target
+    if trained is not None:
+        merge(model)
+    elif sharded:  # reads what is asked for, into the model's own tensors
         weights = {f"{_PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
         torch.distributed.checkpoint.load({"state_dict": weights}, checkpoint_id=checkpoint)
     else:
-        stored = state["state_dict"].items()
-        model.load_state_dict({name.removeprefix(_PREFIX): t for name, t in stored if name.startswith(_PREFIX)})
+        model.load_state_dict(_of_policy(state["state_dict"]))
     model.to(dtype).save_pretrained(target)
     load_tokenizer(source).save_pretrained(target)
     return target
+
+
+def _adapted(note: dict[str, Any], stored: dict[str, Tensor]) -> PreTrainedModel:
+    """Return the adapted model that a checkpoint was trained as."""
+    dtype = getattr(torch, note["base_dtype"])
+    model = load_model(note["checkpoint"], dtype)
+    if "quantization" in note:
+        NF4(**note["quantization"]).quantize(model, model.get_output_embeddings(), dtype)
+    LoRA(**note["adapter"]).inject(model)
+    model.load_state_dict(_of_policy(stored), strict=False)  # fit has made sure that nothing is missing
+    return model
+
+
+def _of_policy(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items() if name.startswith(_PREFIX)}
 
 
 def main() -> None:
@@ -63,8 +94,9 @@ def main() -> None:
     )
     parser.add_argument("target", type=Path, help="the folder to write")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="of the written weights")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, for peft, instead of merged weights")
     arguments = parser.parse_args()
     try:
-        print(export(arguments.checkpoint, arguments.target, _DTYPES[arguments.dtype]))
+        print(export(arguments.checkpoint, arguments.target, _DTYPES[arguments.dtype], arguments.adapter))
     except ConfigError as error:
         parser.exit(2, f"error: {error}\n")

@@ -1,8 +1,9 @@
-"""What a module owns: the policy, the frozen reference and the old policy, on their way into and out of a run."""
+"""What a module owns: the policy, the frozen reference and the old policy; and their weights, for an engine."""
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -10,10 +11,15 @@ from torch import Tensor
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.evaluating import EvaluatingModule
+from grpo_lit.policy.adapter import LoRA, published_weights
+from grpo_lit.policy.borrowed import AdapterSnapshot, WithoutAdapter
 from grpo_lit.policy.checkpoint import empty_model, load_model
 from grpo_lit.policy.policy import Policy, can_share_prefix
-from grpo_lit.policy.precision import float32_by_default, weights_dtype
+from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
+from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
+
+ReferenceDtype = Literal["auto", "float32", "bfloat16", "nf4"]
 
 
 class ModelsModule(EvaluatingModule):
@@ -25,7 +31,13 @@ class ModelsModule(EvaluatingModule):
         needs_old_policy: Hold a frozen copy for the weights of an earlier step.
         share_prefix: One copy of a prompt for all its completions. ``None``: where the architecture allows it.
         gradient_checkpointing: Recompute activations in backward.
+        adapter: What to train instead of the model's weights.
+        quantization: How to hold the weights that are not trained.
+        reference_dtype: How to hold the reference.
     """
+
+    #: Set by a callback before the models are made: the reference is to become an average, too fine for bf16.
+    averages_reference = False
 
     def __init__(
         self,
@@ -34,14 +46,28 @@ class ModelsModule(EvaluatingModule):
         needs_old_policy: bool,
         share_prefix: bool | None,
         gradient_checkpointing: bool,
+        adapter: LoRA | None = None,
+        quantization: NF4 | None = None,
+        reference_dtype: ReferenceDtype = "auto",
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self._needs_reference, self._needs_old_policy = needs_reference, needs_old_policy
         self.share_prefix, self.gradient_checkpointing = share_prefix, gradient_checkpointing
+        self.adapter, self.quantization, self.reference_dtype = adapter, quantization, reference_dtype
         self.policy: Policy | None = None
-        self.reference: Policy | None = None
-        self.old_policy: Policy | None = None
+        self.reference: Policy | WithoutAdapter | None = None
+        self.old_policy: Policy | AdapterSnapshot | None = None
+        if quantization is not None and adapter is None:
+            raise ConfigError(
+                "`model.quantization` expected `model.adapter` beside it, but got none: 4-bit weights cannot be "
+                "trained. Add one (configs/model/qlora.yaml), or drop `model.quantization`"
+            )
+        if adapter is not None and reference_dtype != "auto":
+            raise ConfigError(
+                f"`model.reference_dtype: {reference_dtype}` and `model.adapter` contradict: the reference is the "
+                "policy with its adapter off, not a model of its own. Drop `model.reference_dtype`"
+            )
 
     @float32_by_default()
     def configure_model(self) -> None:
@@ -58,45 +84,117 @@ class ModelsModule(EvaluatingModule):
             )
         self.share_prefix = able if self.share_prefix is None else self.share_prefix
         rank_zero_info(
-            f"{type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters; prompts are "
+            f"{type(model).__name__}, {_size(self.policy)}; prompts are "
             f"{'shared by' if self.share_prefix else 'repeated for'} their completions"
         )
+        adapted = self.adapter is not None
         if self._needs_reference:
-            self.reference = self._make_policy(frozen=True)
+            self.reference = WithoutAdapter(self.policy) if adapted else self._make_frozen(self.reference_dtype)
         if self._needs_old_policy:
-            self.old_policy = self._make_policy(frozen=True)
+            self.old_policy = AdapterSnapshot(self.policy) if adapted else self._make_frozen("auto")
 
     def _check_mesh(self) -> None:
-        if self._device_mesh is not None and (size := self._device_mesh["tensor_parallel"].size()) > 1:
+        if self._device_mesh is None:
+            return
+        if (size := self._device_mesh["tensor_parallel"].size()) > 1:
             raise ConfigError(
                 f"`trainer.strategy` expected a tensor-parallel size of 1, but got {size}: use "
                 "grpo_lit.strategies.FSDP2"
             )
+        if self.adapter is not None or self.reference_dtype == "nf4":
+            key = "model.reference_dtype: nf4" if self.adapter is None else "model.adapter"
+            raise ConfigError(
+                f"`{key}` and `trainer.strategy: FSDP2` contradict: frozen, trained and 4-bit weights are not sharded "
+                "together here. Use configs/strategy/ddp.yaml, or drop one of them"
+            )
 
-    def _make_policy(self, frozen: bool = False) -> Policy:
-        """Return the model of the checkpoint: whole, or this rank's share of it under a strategy that has a mesh."""
-        mesh, dtype = self._device_mesh, weights_dtype(str(self.trainer.precision))
-        if mesh is None:
-            made = copy.deepcopy(self.policy) if frozen else Policy(load_model(self.checkpoint, dtype))
-            return self._prepared(made, frozen)
+    @property
+    def _weights_dtype(self) -> torch.dtype:
+        return weights_dtype(str(self.trainer.precision))
+
+    @property
+    def _products_dtype(self) -> torch.dtype:
+        """What matrices are multiplied in."""
+        return torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else torch.float32
+
+    def _make_policy(self) -> Policy:
+        """Return the policy of the checkpoint: whole, or this rank's share of it under a strategy that has a mesh."""
+        if self._device_mesh is not None:
+            return self._make_sharded(self._weights_dtype, frozen=False)
+        policy = Policy(load_model(self.checkpoint, self._weights_dtype))
+        if self.quantization is not None:
+            self.quantization.quantize(policy.model, policy.model.get_output_embeddings(), self._products_dtype)
+        if self.adapter is not None:
+            self.adapter.inject(policy.model)
+            policy.adapted = True
+            hold_casts(policy, self._products_dtype)
+        return self._prepared(policy)
+
+    def _make_frozen(self, held: ReferenceDtype) -> Policy:
+        """Return a frozen copy of the policy, held as ``reference_dtype`` says."""
+        if held == "float32" and self._weights_dtype != torch.float32:
+            raise ConfigError(
+                "`model.reference_dtype: float32` and `trainer.precision: bf16-true` contradict: that precision casts "
+                "every model. Use bf16-mixed, or drop `model.reference_dtype`"
+            )
+        if self._device_mesh is not None:
+            return self._make_sharded(torch.bfloat16 if held == "bfloat16" else self._weights_dtype, frozen=True)
+        policy = copy.deepcopy(self.policy).requires_grad_(False).eval()
+        if held == "nf4":
+            NF4().quantize(policy.model, policy.model.get_output_embeddings(), self._products_dtype)
+        elif held == "bfloat16":
+            policy.bfloat16()
+        elif held == "auto" and not self.averages_reference:
+            hold_casts(policy, self._products_dtype)
+        return policy
+
+    def _make_sharded(self, dtype: torch.dtype, frozen: bool) -> Policy:
         policy = Policy(empty_model(self.checkpoint, dtype))
         in_shards = can_read_shards(policy, self.checkpoint)
         if not in_shards:
             rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
             policy = Policy(load_model(self.checkpoint, dtype))
         strategy = self.trainer.strategy
-        self._prepared(policy, frozen)
-        shard(policy, mesh["data_parallel"], getattr(strategy, "reshard_after_forward", True))
+        policy = policy.requires_grad_(False).eval() if frozen else self._prepared(policy)
+        shard(policy, self._device_mesh["data_parallel"], getattr(strategy, "reshard_after_forward", True))
         if in_shards:
             read_shards(policy, self.checkpoint, strategy.root_device)
         return policy
 
-    def _prepared(self, policy: Policy, frozen: bool) -> Policy:
-        if frozen:
-            return policy.requires_grad_(False).eval()
+    def _prepared(self, policy: Policy) -> Policy:
         if self.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return policy.train()
+
+    def cast_once(self) -> AbstractContextManager:
+        """Keep autocast's copies of weights for all passes within; of shards they would undo what sharding saves."""
+        return nullcontext() if self._device_mesh is not None else cast_once(self.device)
+
+    def keep_old_policy(self) -> None:
+        """Make the old policy what the policy is now."""
+        if isinstance(self.old_policy, AdapterSnapshot):
+            self.old_policy.take()
+        else:
+            self.old_policy.load_state_dict(self.policy.state_dict())
+
+    def check_refresh(self, decay: float) -> None:
+        """Refuse to move a reference that cannot be moved so.
+
+        Args:
+            decay: Of :meth:`refresh_reference`.
+        """
+        if self.adapter is not None:
+            raise ConfigError(
+                "`trainer.callbacks: ReferenceRefresh` and `model.adapter` contradict: the reference is the policy "
+                "with its adapter off, which never moves. Drop one of them"
+            )
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in self.reference.parameters()}
+        if self.reference_dtype == "nf4" or (decay > 0 and dtypes != {"float32"}):
+            raise ConfigError(
+                f"`model.reference_dtype` expected float32 for a reference that "
+                f"{'is an average' if decay > 0 else 'is replaced'}, but got "
+                f"{', '.join(sorted(dtypes))}: set it, and `trainer.precision` to 32-true or bf16-mixed"
+            )
 
     @torch.no_grad()
     def refresh_reference(self, decay: float = 0.0) -> None:
@@ -110,23 +208,16 @@ class ModelsModule(EvaluatingModule):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights, whole, one at a time, under their Hugging Face names; all ranks must go along."""
+        if self.adapter is not None:
+            yield from published_weights(self.policy.model)
+            return
         for name, tensor in self.policy.model.state_dict().items():
             yield name, whole(tensor)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note which model this is, for exporting it."""
-        models = [name for name in ("policy", "reference", "old_policy") if getattr(self, name) is not None]
-        checkpoint["grpo_lit"] = {"format": 1, "checkpoint": self.checkpoint, "models": models}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint with a reference or an old policy where this run has none, or the reverse."""
-        self.resumed_step = checkpoint["global_step"]
-        held = checkpoint["grpo_lit"].get("models") or {name.split(".")[0] for name in checkpoint["state_dict"]}
-        keys = {"reference": "model.objective.divergence` or `model.shadows", "old_policy": "model.old_policy"}
-        for name, key in keys.items():
-            if (name in held) != (getattr(self, name) is not None):
-                raise ConfigError(
-                    f"`{key}` expected what the checkpoint was trained with, {'a' if name in held else 'no'} {name}, "
-                    f"but got {'none' if name in held else 'one'}: resume with the same recipe, or start a "
-                    "new run from exported weights"
-                )
+def _size(policy: Policy) -> str:
+    """Return how many parameters there are, and how many of them are trained if not all; a byte holds two of 4 bits."""
+    held = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in policy.parameters())
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    part = "" if trained == held else f", {trained / 1e6:.2g} M of them trained"
+    return f"{held / 1e6:.0f} M parameters{part}"

@@ -14,14 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.callback import RolloutHooks
+from grpo_lit.checkpoints import CheckpointedModule
 from grpo_lit.errors import ConfigError, TrainingError
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
-from grpo_lit.models import ModelsModule
+from grpo_lit.models import ReferenceDtype
 from grpo_lit.objectives import GDPOAdvantage, Objective, Shadows
 from grpo_lit.optimizers import default_optimizer, warn_of_lost_updates
+from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.learner import GradientOutput, Learner, Measurement
 from grpo_lit.policy.precision import float32_by_default, weights_dtype
+from grpo_lit.policy.quantization import NF4
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 
@@ -32,7 +35,7 @@ OldPolicy = Literal["logprobs", "weights", "sampler"]
 _TOLD = ("reward/", "exploration/solve", "exploration/zero")
 
 
-class GRPOModule(ModelsModule):
+class GRPOModule(CheckpointedModule):
     """A language model trained on its own scored completions.
 
     One ``training_step`` is one optimizer step over micro-batches of at most ``max_tokens_per_micro_batch`` input
@@ -53,6 +56,10 @@ class GRPOModule(ModelsModule):
         gradient_checkpointing: Recompute activations in backward: less memory, more time.
         shadows: Further recipes by name, measured on the same batches and not trained: ``shadow/cosine_<name>`` and
             ``shadow/norm_<name>`` hold their gradient with respect to the log-probs against the trained one's.
+        adapter: Train a low-rank change of the model instead of its weights.
+        quantization: Hold the weights beside an adapter in 4 bits.
+        reference_dtype: How to hold the reference. ``auto``: computes as the policy does, to the last bit; ``bfloat16``
+            and ``nf4`` take a half and a seventh of float32's memory and begin at a small KL.
     """
 
     def __init__(
@@ -68,6 +75,9 @@ class GRPOModule(ModelsModule):
         max_idle_minibatches: int = 20,
         gradient_checkpointing: bool = False,
         shadows: dict[str, Objective] | None = None,
+        adapter: LoRA | None = None,
+        quantization: NF4 | None = None,
+        reference_dtype: ReferenceDtype = "auto",
     ) -> None:
         trained, others = objective or Objective(), Shadows(shadows or {})
         super().__init__(
@@ -76,6 +86,9 @@ class GRPOModule(ModelsModule):
             needs_old_policy=old_policy == "weights",
             share_prefix=share_prefix,
             gradient_checkpointing=gradient_checkpointing,
+            adapter=adapter,
+            quantization=quantization,
+            reference_dtype=reference_dtype,
         )
         self.automatic_optimization = False
         self.objective, self.shadows = trained, others
@@ -189,14 +202,15 @@ class GRPOModule(ModelsModule):
             batch = replace(
                 batch, old_logprobs=batch.sampler_logprobs if stale else None, own=~batch.stale if stale else None
             )
-        output = self.learner.gradient(
-            self.policy,
-            batch,
-            backward=self.manual_backward,
-            without_sync=self._without_sync,
-            reference=self.reference,
-            old_policy=self.old_policy if minibatch.update > 0 else None,
-        )
+        with self.cast_once():
+            output = self.learner.gradient(
+                self.policy,
+                batch,
+                backward=self.manual_backward,
+                without_sync=self._without_sync,
+                reference=self.reference,
+                old_policy=self.old_policy if minibatch.update > 0 else None,
+            )
         values = self._step_values(batch, output)
         norm, problem = self._optimizer_step(output)
         values |= {"optimization/loss": output.loss, "optimization/grad_norm": norm}
@@ -211,11 +225,12 @@ class GRPOModule(ModelsModule):
         # Only `logprobs` scores old log-probs here; the other sources have theirs without a forward.
         scored = self.old_policy_source == "logprobs"
         plan = rollout.plan if scored else replace(rollout.plan, num_updates=1, num_epochs=1)
-        batch, updates = self.learner.prepare(rollout.batch, plan, self.policy, self.reference)
+        with self.cast_once():
+            batch, updates = self.learner.prepare(rollout.batch, plan, self.policy, self.reference)
         if self.old_policy_source == "sampler":
             batch = replace(batch, old_logprobs=batch.sampler_logprobs)
         elif self.old_policy_source == "weights":
-            self.old_policy.load_state_dict(self.policy.state_dict())
+            self.keep_old_policy()
         rollout.batch = batch
         rollout.updates = updates if scored else rollout.plan.sequences(batch, self.ranks.sum)
 
@@ -255,7 +270,8 @@ class GRPOModule(ModelsModule):
         rest = tuple(token_ids[1:])
         probe = Completion(rest, (0.0,) * len(rest), text="", finish_reason="stop", weight_version=self.global_step)
         batch = TokenBatch.from_groups([Group(prompt, 0, (probe,), rewards=[0.0])], temperature=1.0)
-        return self.learner.evaluate(self.policy, batch).logprobs.tolist()
+        with self.trainer.precision_plugin.forward_context():  # called outside of any step
+            return self.learner.evaluate(self.policy, batch).logprobs.tolist()
 
     def on_validation_end(self) -> None:
         """Leave the time spent on held-out prompts out of the step's."""

@@ -127,7 +127,8 @@ class DeadOptimizer(Rule):
     checks = (
         "look at optimization/lr and at the scheduler's `total_iters`",
         "look at exploration/zero_signal, solve_none and solve_all, and at `data.rewards`",
-        "keep float32 master weights (`trainer.precision: 32-true` or `bf16-mixed`)",
+        "keep float32 master weights (`trainer.precision: 32-true` or `bf16-mixed`, or an optimizer of "
+        "grpo_lit.optimizers)",
     )
 
     def find(self, history: History) -> Sequence[Finding]:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_lit.batch import KeptTensors
+from grpo_lit.policy.precision import cast
 from grpo_lit.shapes import TokenFloat, TokenInt
 
 #: Bytes of float32 logits held at a time: enough rows to keep the matrix product busy.
@@ -92,7 +93,7 @@ class _ChunkedHead(torch.autograd.Function):
         device = hidden.device.type
         # Autocast would cast the weight again for every chunk: cast once, here, and switch it off below.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        hidden_c, weight_c = hidden.to(dtype), weight.to(dtype)
+        hidden_c, weight_c = hidden.to(dtype), cast(weight, dtype)
         bias_c = None if bias is None else bias.to(dtype)
         logprobs, entropy, lse = (hidden.new_empty(len(targets), dtype=_accumulator(dtype)) for _ in range(3))
         with torch.autocast(device, enabled=False):
@@ -114,7 +115,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, lse, entropy, *rest = ctx.saved_tensors
         head, bias = ctx.head, rest[0] if ctx.has_bias else None
-        hidden_c, weight_c = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        hidden_c, weight_c = hidden.to(ctx.dtype), cast(weight, ctx.dtype)
         bias_c = None if bias is None else bias.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden_c)
         grad_weight = torch.zeros_like(weight, dtype=_accumulator(ctx.dtype)) if ctx.needs_input_grad[1] else None

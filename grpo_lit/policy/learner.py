@@ -13,7 +13,7 @@ from grpo_lit.objectives.objective import Objective
 from grpo_lit.objectives.reductions import Counts
 from grpo_lit.objectives.shadows import Shadows
 from grpo_lit.policy.packing import Pack, pack_rows, plan_micro_batches
-from grpo_lit.policy.policy import Policy, PolicyOutput
+from grpo_lit.policy.policy import Policy, PolicyOutput, Scorer
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollouts.minibatch import UpdatePlan
 from grpo_lit.shapes import SequenceBool, SequenceInt, TokenFloat
@@ -76,7 +76,7 @@ class Learner:
         return self.objective.contributes(batch) | self.shadows.contributes(batch)
 
     @torch.no_grad()
-    def evaluate(self, policy: Policy, batch: TokenBatch, sequences: SequenceInt | None = None) -> PolicyOutput:
+    def evaluate(self, policy: Scorer, batch: TokenBatch, sequences: SequenceInt | None = None) -> PolicyOutput:
         """Return what a policy says of every token of the chosen sequences [T], 0 elsewhere; all ranks must call.
 
         Args:
@@ -94,7 +94,7 @@ class Learner:
         return PolicyOutput(logprobs, entropy)
 
     def prepare(
-        self, batch: TokenBatch, plan: UpdatePlan, policy: Policy, reference: Policy | None
+        self, batch: TokenBatch, plan: UpdatePlan, policy: Policy, reference: Scorer | None
     ) -> tuple[TokenBatch, list[SequenceInt]]:
         """Return a fresh rollout with advantages, filters and old log-probs, and the sequences of each update.
 
@@ -131,8 +131,8 @@ class Learner:
         batch: TokenBatch,
         backward: Callable[[Tensor], None],
         without_sync: Callable[[bool], AbstractContextManager],
-        reference: Policy | None = None,
-        old_policy: Policy | None = None,
+        reference: Scorer | None = None,
+        old_policy: Scorer | None = None,
     ) -> GradientOutput:
         """Accumulate the gradient of one optimizer step; all ranks must call.
 
@@ -216,7 +216,7 @@ def _of_sampler(batch: TokenBatch, old_logprobs: TokenFloat) -> TokenFloat:
     return torch.where(batch.stale[batch.sequence], batch.sampler_logprobs, old_logprobs)
 
 
-def _output(policy: Policy, micro: TokenBatch, pack: Pack) -> PolicyOutput:
+def _output(policy: Scorer, micro: TokenBatch, pack: Pack) -> PolicyOutput:
     """Return what a policy says of a micro-batch, among the tokens that its sampler left possible."""
     return policy(pack, micro.token_ids, micro.temperature, micro.kept)
 

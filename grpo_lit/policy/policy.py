@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,12 +33,19 @@ class PolicyOutput:
     entropy: TokenFloat
 
 
+#: Answers as a policy does: one, or something that borrows one.
+Scorer = Callable[..., PolicyOutput]
+
+
 class Policy(nn.Module):
     """Wraps a Hugging Face causal language model; one call is one micro-batch.
 
     Args:
         model: The model, without dropout (two forward passes must agree).
         entropy_gradient: Whether the entropy carries gradient, for an entropy bonus.
+
+    Attributes:
+        adapted: Whether what is trained of it is an adapter, whose weights stay float32.
     """
 
     def __init__(self, model: PreTrainedModel, entropy_gradient: bool = False) -> None:
@@ -47,6 +54,7 @@ class Policy(nn.Module):
         if can_share_prefix(model):
             attend_to_packs(model)
         self.entropy_gradient = entropy_gradient
+        self.adapted = False
 
     def forward(
         self, pack: Pack, targets: TokenInt, temperature: float, kept: KeptTensors | None = None
@@ -71,8 +79,9 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, entropy)
 
     @override
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        apply_but_keep(self, lambda: super(Policy, self)._apply(fn, recurse))
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Policy":
+        adapter = [parameter for parameter in self.parameters() if parameter.requires_grad] if self.adapted else []
+        apply_but_keep(self, lambda: super(Policy, self)._apply(fn, recurse), adapter)
         return self
 
 

@@ -1,12 +1,17 @@
 """What Lightning's precisions mean here: the dtype of the weights, and what stays float32 whatever they have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from grpo_lit.errors import ConfigError
+
+#: Weights already cast in this step, by where they lie; ``None`` outside of one. No context variable: CUDA's backward
+#: runs in a thread of its own, and the head casts there too.
+_casts: dict[tuple[int, torch.dtype], Tensor] | None = None
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -39,8 +44,8 @@ def float32_by_default() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def apply_but_keep(module: nn.Module, apply: Callable[[], object]) -> None:
-    """Convert a module as ``apply`` does, but leave its buffers the dtype they had.
+def apply_but_keep(module: nn.Module, apply: Callable[[], object], parameters: Iterable[Tensor] = ()) -> None:
+    """Convert a module as ``apply`` does, but leave its buffers and some of its parameters the dtype they had.
 
     The angles of rotary positions are buffers: those of bf16 frequencies are off by radians after some hundred tokens,
     and ``module.to(bfloat16)``, which is how ``bf16-true`` converts a model, makes no exception for them.
@@ -48,10 +53,68 @@ def apply_but_keep(module: nn.Module, apply: Callable[[], object]) -> None:
     Args:
         module: What ``apply`` converts.
         apply: Converts devices, dtypes or both.
+        parameters: Those of an adapter, which are float32 whatever the precision is.
     """
-    before: dict[str, Tensor] = dict(module.named_buffers())
+    buffers, kept = dict(module.named_buffers()), [(parameter, parameter.data) for parameter in parameters]
     apply()
     for name, buffer in module.named_buffers():
-        if buffer.dtype != before[name].dtype:
+        if buffer.dtype != buffers[name].dtype:
             owner, _, last = name.rpartition(".")
-            module.get_submodule(owner)._buffers[last] = before[name].to(buffer.device)
+            module.get_submodule(owner)._buffers[last] = buffers[name].to(buffer.device)
+    for parameter, data in kept:
+        if parameter.dtype != data.dtype:
+            parameter.data = data.to(parameter.device)
+
+
+@contextmanager
+def cast_once(device: torch.device) -> Iterator[None]:
+    """Keep what autocast makes of weights, which must not change meanwhile, for all forward passes within.
+
+    Lightning's autocast keeps nothing, and torch's own cache ends with its context: every micro-batch would cast all
+    weights again. Gradients are the same ones. Enter it apart for passes with and without gradient: a weight cast
+    without one has none. Without autocast nothing happens.
+
+    Args:
+        device: Where the weights are.
+    """
+    global _casts
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    torch.clear_autocast_cache()
+    _casts = {}
+    try:
+        with torch.autocast(device.type, dtype=torch.get_autocast_dtype(device.type), cache_enabled=True):
+            yield
+    finally:
+        _casts = None
+        torch.clear_autocast_cache()
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in another dtype, without gradient; within :func:`cast_once` each one is cast once."""
+    if weight.dtype == dtype or _casts is None:
+        return weight.to(dtype)
+    key = (weight.data_ptr(), dtype)
+    if key not in _casts:
+        _casts[key] = weight.detach().to(dtype)
+    return _casts[key]
+
+
+@torch.no_grad()
+def hold_casts(module: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the frozen weights of linear layers in the dtype to which autocast would cast them at every use.
+
+    Whatever else a layer's weight is used for keeps its dtype: an embedding tied to the output layer, a norm.
+
+    Args:
+        module: Changed in place.
+        dtype: Autocast's.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | Conv1D)]
+    own = {id(layer) for layer in layers}
+    elsewhere = {id(p) for part in module.modules() if id(part) not in own for p in part.parameters(recurse=False)}
+    for layer in layers:
+        for parameter in layer.parameters(recurse=False):
+            if not parameter.requires_grad and id(parameter) not in elsewhere and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(dtype)
