@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -188,7 +188,9 @@ class ModelsModule(EvaluatingModule):
                 "`trainer.callbacks: ReferenceRefresh` and `model.adapter` contradict: the reference is the policy "
                 "with its adapter off, which never moves. Drop one of them"
             )
-        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in self.reference.parameters()}
+        dtypes = {
+            str(parameter.dtype).removeprefix("torch.") for parameter in cast("Policy", self.reference).parameters()
+        }
         if self.reference_dtype == "nf4" or (decay > 0 and dtypes != {"float32"}):
             raise ConfigError(
                 f"`model.reference_dtype` expected float32 for a reference that "
@@ -203,7 +205,7 @@ class ModelsModule(EvaluatingModule):
         Args:
             decay: 0 makes it the policy.
         """
-        for old, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+        for old, new in zip(cast("Policy", self.reference).parameters(), self.policy.parameters(), strict=True):
             old.lerp_(new.to(old.dtype), 1 - decay)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,7 @@
 """Frozen weights in 4 bits (NF4), and what they stand for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,15 +56,15 @@ class NF4:
         made = Linear4bit(
             layer.in_features, layer.out_features, layer.bias is not None, dtype, quant_type="nf4", device="meta"
         )
-        made.weight = Params4bit(
+        weight: Any = Params4bit(  # its `to` quantises; its types are not those of a tensor's
             layer.weight.detach(),
             requires_grad=False,
             blocksize=self.block_size,
             compress_statistics=self.double_quantization,
             quant_type="nf4",
             module=made,
-        ).to(layer.weight.device)
-        made.bias = layer.bias
+        )
+        made.weight, made.bias = weight.to(layer.weight.device), layer.bias
         # bitsandbytes would repack weights in place for some processors when it comes to evaluation.
         made.support_avx512bf16_for_cpu = False
         return made.train(layer.training)
