@@ -41,8 +41,9 @@ class MasterWeights(Optimizer):
         master <- optimizer(master, float32(gradient)),   weight <- bf16(master)
 
     Memory of AdamW: 2 bytes a weight and 2 for its gradient, 12 for master and moments, 4 for the float32 gradient
-    during the step. Float32 parameters, such as those of an adapter, are their own masters. Source: P. Micikevicius et
-    al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), section 3.1.
+    during the step. The gradients of several micro-batches add up in bf16, where ``bf16-mixed`` adds them in float32.
+    Float32 parameters, such as those of an adapter, are their own masters. Source: P. Micikevicius et al., "Mixed
+    Precision Training" (https://arxiv.org/abs/1710.03740), section 3.1.
 
     Args:
         params: What is trained.

@@ -18,7 +18,8 @@ class NF4:
 
         W ~= absmax(block) * nf4[code],   one absmax for each block of weights
 
-    A seventh of float32's memory, 4.1 to 4.5 bits a weight. The output layer and the embeddings keep their dtype.
+    A seventh of float32's memory, 4.1 to 4.5 bits a weight. The output layer, the embeddings and experts whose weights
+    are fused keep their dtype.
     Source: T. Dettmers et al., "QLoRA" (https://arxiv.org/abs/2305.14314).
 
     Args:
@@ -45,10 +46,20 @@ class NF4:
             model: Changed in place.
             output: The output layer, which stays: the head multiplies with its weight chunk by chunk.
             dtype: To multiply in.
+
+        Raises:
+            ConfigError: There is no such layer.
         """
-        for path, layer in list(model.named_modules()):
-            if type(layer) is nn.Linear and layer is not output:
-                model.set_submodule(path, self._quantized(layer, dtype))
+        layers = [
+            (path, layer) for path, layer in model.named_modules() if type(layer) is nn.Linear and layer is not output
+        ]
+        if not layers:
+            raise ConfigError(
+                "`model.quantization` and `model.reference_dtype: nf4` expected a model of linear layers, but "
+                f"{type(model).__name__} has none below its output: drop them"
+            )
+        for path, layer in layers:
+            model.set_submodule(path, self._quantized(layer, dtype))
 
     def _quantized(self, layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         from bitsandbytes.nn import Linear4bit, Params4bit  # takes a second to import

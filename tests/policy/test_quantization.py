@@ -1,5 +1,7 @@
 """NF4 holds what it says, in the memory that it says."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -45,6 +47,12 @@ def test_memory_of_a_weight(settings: NF4, bits: float | None) -> None:
     assert 8 * held / weight.numel() == pytest.approx(bits or 4 + 8 / 256, rel=1e-3)
     # Uniform weights: neighbours of NF4 are at most 0.304 of the largest apart, so off by half of that.
     assert (dense_weight(model[0].weight) - weight).abs().max() < 0.155 * weight.abs().max()
+
+
+def test_a_model_without_linear_layers_is_refused(tiny_model: Callable) -> None:
+    model = tiny_model("gpt2")  # its layers are transposed ones of its own
+    with pytest.raises(ConfigError, match=r"model\.quantization.*GPT2LMHeadModel has none"):
+        NF4().quantize(model, model.get_output_embeddings(), torch.float32)
 
 
 def test_a_block_size_without_a_kernel_is_refused() -> None:
