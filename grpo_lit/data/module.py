@@ -1,7 +1,7 @@
 """RolloutDataModule: prompts, engine and rewards as a stream of minibatches that Lightning cannot run ahead of."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.batch import TokenBatch
@@ -95,7 +96,7 @@ class RolloutDataModule(LightningDataModule):
         self._held_out: HeldOut | None = None
         self._screen: Screen | None = None
         self._rollout: Rollout | None = None
-        self._update, self._rollouts, self._started = 0, 0, False
+        self._update, self._rollouts, self._started, self._synced_bytes = 0, 0, False, 0
         self._before_step: tuple[int, dict[str, Any]] | None = None
         check_sampling(sampling)
         names = ["prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens"]
@@ -163,9 +164,14 @@ class RolloutDataModule(LightningDataModule):
             self.engine.start(EngineModel(resolve_checkpoint(self.checkpoint), stops, length))
             self._started = True
         if self.engine.weight_version != module.global_step:
-            self.engine.load_weights(module.named_weights(), module.global_step)
+            self.engine.load_weights(self._counted(module.named_weights()), module.global_step)
             self._probe()
         return time.perf_counter() - started
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._synced_bytes += tensor.nbytes
+            yield name, tensor
 
     def _probe(self) -> None:
         """Compare engine and learner on a fixed text: weights that did not arrive show here, not in a bad curve."""
@@ -198,6 +204,7 @@ class RolloutDataModule(LightningDataModule):
         return Minibatch(self._rollout, self._update - 1)
 
     def _new_rollout(self) -> Rollout:
+        self._synced_bytes = 0
         memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
         before, version = self._left_out(), self.engine.weight_version
         take = partial(self._screen.take, ranks=self.ranks)
@@ -212,6 +219,7 @@ class RolloutDataModule(LightningDataModule):
         for name, total in self._left_out().items():
             flags = [1.0] * (total - before[name]) + [0.0] * max(len(got.solved), 1)
             got.rates.add(name, torch.tensor(flags))
+        got.rates.maximum("system/sync_bytes", torch.tensor(self._synced_bytes))
         seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
         return Rollout(got.groups, batch, plan, [], got.rates, seconds, memory.take(), got.tokens)
 

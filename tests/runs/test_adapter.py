@@ -56,6 +56,8 @@ def test_an_adapted_run_trains_and_resumes(fit: Callable, tmp_path: Path, precis
     assert metrics["optimization/ratio_max"] == pytest.approx(1.0, abs=1e-5)  # the first update on its rollout
     # The engine holds what is published: float32, of the very base that the learner computes with.
     assert metrics["system/mismatch_abs"] < (1e-5 if precision == "32-true" else 0.05)
+    published = sum(tensor.nbytes for _, tensor in straight.named_weights())
+    assert metrics["system/sync_bytes"] == published
     assert {tensor.dtype for tensor in trained_of(straight).values()} == {torch.float32}
 
     stopped = tmp_path / "saved" / "step=1.ckpt"
