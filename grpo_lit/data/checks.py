@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.checkpoint import context_length
 from grpo_lit.rollout import Sampling
@@ -64,3 +65,41 @@ def check_room(checkpoint: str, prompt: int, completion: int) -> None:
             f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
             f"but got {prompt} + {completion}"
         )
+
+
+def check_staleness(options: RolloutOptions, steps: int) -> None:
+    """Refuse what could never be trained on within the bound on staleness.
+
+    Args:
+        options: What a rollout is made of.
+        steps: Optimizer steps made on one.
+
+    Raises:
+        ConfigError: The bound contradicts another setting.
+    """
+    settings = options.asynchronous
+    if settings is None:
+        return
+    bound, slack = "`data.rollout.asynchronous.max_staleness`", settings.slack(steps)
+    if slack < 0:
+        raise ConfigError(
+            f"{bound} expected at least {steps - 1}, but got {settings.max_staleness}: of the {steps} steps that "
+            f"`data.num_updates` times `data.num_epochs` make on a rollout, the last is {steps - 1} later than the "
+            f"first. With {2 * steps - 1} one rollout is drawn ahead"
+        )
+    # Each setting's value, the staleness that it brings by itself, and the most that it may be.
+    brought = {
+        "asynchronous.weight_sync_steps": (settings.weight_sync_steps, settings.weight_sync_steps - 1, slack + 1)
+    }
+    if options.replay is not None:
+        brought["replay.max_age"] = (options.replay.max_age, options.replay.max_age, slack)
+    if options.dynamic_sampling is not None:
+        age = options.dynamic_sampling.max_age
+        brought["dynamic_sampling.max_age"] = (age, age * steps, slack // steps)
+    for name, (value, staleness, most) in brought.items():
+        if staleness > slack:
+            raise ConfigError(
+                f"`data.rollout.{name}` expected at most {most} beside {bound} ({settings.max_staleness}), but got "
+                f"{value}: such samples would be too stale to be trained on. Lower it, or raise the bound to "
+                f"{staleness + steps - 1}"
+            )

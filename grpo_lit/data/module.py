@@ -1,7 +1,7 @@
 """RolloutDataModule: prompts, engine and rewards as a stream of minibatches that Lightning cannot run ahead of."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.callback import RolloutHooks
-from grpo_lit.data.checks import check_counts, check_room, check_sampling
+from grpo_lit.data.checks import check_counts, check_room, check_sampling, check_staleness
 from grpo_lit.data.curriculum import SolveRates
 from grpo_lit.data.evaluation import Evaluation, EvaluationBatch, answered
 from grpo_lit.data.heldout import HeldOut
@@ -24,9 +22,10 @@ from grpo_lit.data.loaders import EvaluationLoader, RolloutLoader
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.data.screen import Screen, logged_apart
 from grpo_lit.data.source import PromptSource
-from grpo_lit.data.state import gathered, own_share, sampled_as, without_groups
+from grpo_lit.data.state import asked_again, gathered, own_share, sampled_as, without_groups
 from grpo_lit.data.stream import PromptStream
 from grpo_lit.data.template import PromptTemplate
+from grpo_lit.data.weights import WeightSync
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.policy.checkpoint import load_tokenizer, resolve_checkpoint, stop_token_ids
@@ -36,6 +35,7 @@ from grpo_lit.rollout import Prompt, Sampling
 from grpo_lit.rollouts.collector import Collector
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout, UpdatePlan
+from grpo_lit.rollouts.queue import RolloutQueue
 from grpo_lit.rollouts.replay import ReplayBuffer
 from grpo_lit.rollouts.sampler import Sampler
 
@@ -59,7 +59,7 @@ class RolloutDataModule(LightningDataModule):
         seed: Of prompt order and sampling.
         probe_tolerance: Mean gap of log-probs between engine and learner on a fixed text, after each weight sync, from
             which a warning is given [nats]. bf16 engines differ from a float32 learner by .02 to .05.
-        rollout: Dynamic sampling, replay, curriculum: what a rollout is made of.
+        rollout: Dynamic sampling, replay, curriculum: what a rollout is made of; and whether it is drawn ahead.
         checkpoint: The model; set by the command line from ``model.checkpoint``.
     """
 
@@ -85,23 +85,25 @@ class RolloutDataModule(LightningDataModule):
         self.engine, self.train, self.rewards, self.val = engine, train, rewards, val or {}
         self.template, self.sampling, self.evaluation = template, sampling, evaluation
         self.prompts_per_rollout, self.num_updates, self.num_epochs = prompts_per_rollout, num_updates, num_epochs
-        self.max_prompt_tokens, self.seed, self.probe_tolerance = max_prompt_tokens, seed, probe_tolerance
-        self.checkpoint = checkpoint
+        self.max_prompt_tokens, self.seed, self.checkpoint = max_prompt_tokens, seed, checkpoint
         self.sampler = Sampler(engine, rewards, seed, rollout.engine_calls)
         buffer = None if rollout.replay is None else ReplayBuffer(rollout.replay)
-        self.collector = Collector(self.sampler, list(rewards.rewards), rollout.dynamic_sampling, buffer)
+        self.asynchronous, self.queue = rollout.asynchronous, RolloutQueue(self.sampler, rollout.asynchronous)
+        self.weights = WeightSync(self.queue, probe_tolerance)
+        self.collector = Collector(self.queue, list(rewards.rewards), rollout.dynamic_sampling, buffer)
         self.solve_rates = SolveRates(rollout.curriculum, seed)
         self.stream: PromptStream | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._held_out: HeldOut | None = None
         self._screen: Screen | None = None
         self._rollout: Rollout | None = None
-        self._update, self._rollouts, self._started, self._synced_bytes = 0, 0, False, 0
+        self._update, self._rollouts, self._started = 0, 0, False
         self._before_step: tuple[int, dict[str, Any]] | None = None
         check_sampling(sampling)
         names = ["prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens"]
         names += ["evaluation.prompts_per_batch", "evaluation.completions"]
         check_counts({name: attrgetter(name)(self) for name in names})
+        check_staleness(rollout, num_updates * num_epochs)
 
     # ------------------------------------------------------------------ set-up and end
 
@@ -142,49 +144,35 @@ class RolloutDataModule(LightningDataModule):
         self.close()
 
     def close(self) -> None:
-        """End the engine and the processes of the rewards; a later fit or validate starts them anew."""
+        """End the engine, what is being drawn, and the processes of the rewards; a later fit starts them anew."""
         self._started = False
+        self.queue.give_up()
         try:
             self.engine.close()
         finally:
             self.rewards.close()
+            self.queue.join()
 
     @property
     def ranks(self) -> Ranks:
         """All processes of the run."""
         return Ranks(self.trainer.strategy)
 
-    def sync_weights(self) -> float:
-        """Give the engine the learner's weights if it holds others, and return how long that took [s]."""
-        started = time.perf_counter()
-        module = self.trainer.lightning_module
+    def sync_weights(self, in_passing: bool = False) -> float:
+        """Give the engine the learner's weights if it holds others, and return how long that took [s].
+
+        Args:
+            in_passing: Though it draws meanwhile, and only where it is time; else nothing may be drawn.
+        """
+        started, module = time.perf_counter(), self.trainer.lightning_module
+        sync = self.weights.in_passing if in_passing and self._started else self.weights.now
         if not self._started:
             stops = stop_token_ids(self.checkpoint)
             length = self.max_prompt_tokens + self.sampling.max_tokens
             self.engine.start(EngineModel(resolve_checkpoint(self.checkpoint), stops, length))
             self._started = True
-        if self.engine.weight_version != module.global_step:
-            self.engine.load_weights(self._counted(module.named_weights()), module.global_step)
-            self._probe()
+        sync(module, self.stream.probe_ids, self.ranks)
         return time.perf_counter() - started
-
-    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self._synced_bytes += tensor.nbytes
-            yield name, tensor
-
-    def _probe(self) -> None:
-        """Compare engine and learner on a fixed text: weights that did not arrive show here, not in a bad curve."""
-        text = self.stream.probe_ids
-        learner, engine = self.trainer.lightning_module.score(text), self.engine.score(text)
-        gap = sum(abs(a - b) for a, b in zip(learner, engine, strict=True)) / max(len(learner), 1)
-        gap = float(self.ranks.max(torch.tensor(gap).nan_to_num(nan=torch.inf)))
-        if gap > self.probe_tolerance:
-            rank_zero_warn(
-                f"engine and learner disagree after the weight sync of step {self.trainer.global_step}: mean log-prob "
-                f"gap {gap:.3f} nats on a fixed text, more than `data.probe_tolerance` ({self.probe_tolerance}). The "
-                "engine may not have taken the weights, or its precision is too low"
-            )
 
     # ------------------------------------------------------------------ training
 
@@ -198,29 +186,39 @@ class RolloutDataModule(LightningDataModule):
         step = self.trainer.lightning_module.global_step
         if self._before_step is None or self._before_step[0] != step:
             self._before_step = (step, self._state())
+        self.queue.check()
         if self._rollout is None or self._update == self._rollout.plan.steps:
             self._rollout, self._update = self._new_rollout(), 0
+        elif self.queue.takes_newest and self._started:
+            self.sync_weights(in_passing=True)
         self._update += 1
         return Minibatch(self._rollout, self._update - 1)
 
     def _new_rollout(self) -> Rollout:
-        self._synced_bytes = 0
-        memory, sync_seconds = PeakMemory(self.trainer.strategy.root_device), self.sync_weights()
-        before, version = self._left_out(), self.engine.weight_version
-        take = partial(self._screen.take, ranks=self.ranks)
-        hooks = RolloutHooks(self.trainer)
-        got = self.collector.collect(self.prompts_per_rollout, take, self.sampling, self.ranks, version, hooks)
+        memory = PeakMemory(self.trainer.strategy.root_device)
+        sync_seconds = self.sync_weights(in_passing=self.asynchronous is not None)
+        before, step = self._left_out(), self.trainer.lightning_module.global_step
+        take, steps = partial(self._screen.take, ranks=self.ranks), self.num_updates * self.num_epochs
+        oldest, ahead = None, 0
+        if self.asynchronous is not None:
+            oldest = step - self.asynchronous.slack(steps)
+            ahead = self.asynchronous.rollouts_ahead(steps, step - self.queue.handover.version)
+        wanted, hooks = self.prompts_per_rollout, RolloutHooks(self.trainer)
+        got = self.collector.collect(wanted, take, self.sampling, self.ranks, step, hooks, oldest)
         self.solve_rates.record(got.solved)
+        coming = [self.collector.first_round(wanted, after) for after in range(ahead)]
+        self.queue.fill(coming, take, self.sampling, self.ranks)
         batch = TokenBatch.from_groups(got.groups, self.sampling.temperature, list(self.rewards.rewards))
         places = torch.tensor(got.places, dtype=torch.long)
-        batch = replace(batch, prompt=places[batch.group], stale=batch.weight_version < version)
+        batch = replace(batch, prompt=places[batch.group], stale=batch.weight_version < step)
         plan = UpdatePlan(self.num_updates, self.num_epochs, self.seed + self._rollouts, prompts=got.size)
         self._rollouts += 1
         for name, total in self._left_out().items():
             flags = [1.0] * (total - before[name]) + [0.0] * max(len(got.solved), 1)
             got.rates.add(name, torch.tensor(flags))
-        got.rates.maximum("system/sync_bytes", torch.tensor(self._synced_bytes))
-        seconds = self.sampler.take_seconds() | {"sync": sync_seconds}
+        got.rates.maximum("system/sync_bytes", torch.tensor(self.queue.handover.take_bytes()))
+        seconds = self.queue.take_seconds()
+        seconds["sync"] = seconds.get("sync", 0.0) + sync_seconds
         return Rollout(got.groups, batch, plan, [], got.rates, seconds, memory.take(), got.tokens)
 
     def _left_out(self) -> dict[str, int]:
@@ -235,10 +233,13 @@ class RolloutDataModule(LightningDataModule):
         """Return where the stream stands, and each rank's groups in waiting and rollout in progress; plain types only.
 
         In the middle of an optimizer step (Ctrl-C, a crash) that is the state before it: what was drawn for it has not
-        been trained on, and is drawn again.
+        been trained on, and is drawn again. What is being drawn ahead is waited for, unless the run is being ended:
+        then its prompts are kept, to be asked again.
         """
         if self._before_step is not None and self._before_step[0] == self.trainer.lightning_module.global_step:
             return gathered(self._before_step[1], self.ranks)
+        if self.trainer.state.status != TrainerStatus.INTERRUPTED:
+            self.queue.settle()
         return gathered(self._state(), self.ranks)
 
     def _state(self) -> dict[str, Any]:
@@ -248,6 +249,7 @@ class RolloutDataModule(LightningDataModule):
             "rollouts": self._rollouts,
             "sampled_as": sampled_as(self.rewards, self.sampling),
             "collector": self.collector.state_dict(),
+            "queue": self.queue.state_dict(),
             "solve_rates": self.solve_rates.state_dict(),
             "update": self._update if open_rollout else 0,
             "rollout": self._rollout.state_dict() if open_rollout else None,
@@ -263,6 +265,8 @@ class RolloutDataModule(LightningDataModule):
         if state["collector"] is not None:  # as in checkpoints made before there was anything to carry over
             if state.get("sampled_as") != sampled_as(self.rewards, self.sampling):
                 state["collector"] = without_groups(state["collector"])
+                state["queue"] = asked_again(state["queue"])
+            self.queue.load_state_dict(state["queue"])
             self.collector.load_state_dict(state["collector"])
             self.solve_rates.load_state_dict(state["solve_rates"])
         self._rollout = None
@@ -287,5 +291,6 @@ class RolloutDataModule(LightningDataModule):
         return EvaluationLoader(mine, partial(self._answer, name, domains), self.evaluation.prompts_per_batch)
 
     def _answer(self, name: str, domains: Sequence[str], numbered: Sequence[tuple[int, Prompt]]) -> EvaluationBatch:
+        self.queue.settle()
         self.sync_weights()
         return answered(name, numbered, self.sampler, self.evaluation, self.sampling.max_tokens, domains)

@@ -1,21 +1,23 @@
-"""What a rollout is made of, beyond one group for each prompt."""
+"""What a rollout is made of, beyond one group for each prompt, and when it is drawn."""
 
 from dataclasses import dataclass
 
 from grpo_lit.data.curriculum import Curriculum
 from grpo_lit.errors import ConfigError
+from grpo_lit.rollouts.asynchronous import Asynchronous
 from grpo_lit.rollouts.dynamic import DynamicSampling
 from grpo_lit.rollouts.replay import Replay
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """What a rollout is made of.
+    """What a rollout is made of, and when it is drawn.
 
     Args:
         dynamic_sampling: Fill rollouts with groups that have signal. ``null``: train on whatever is drawn.
         replay: Let stored groups stand in for groups without signal. ``null``: no replay.
         curriculum: Ask prompts less often that all samples solve, or none. ``null``: ask each once an epoch.
+        asynchronous: Draw rollouts ahead while the learner trains. ``null``: engine and learner take turns.
         engine_calls: Calls that a round of prompts is cut into; the rewards of one are computed while the next is
             drawn. Worth it where rewards are slow.
 
@@ -26,6 +28,7 @@ class RolloutOptions:
     dynamic_sampling: DynamicSampling | None = None
     replay: Replay | None = None
     curriculum: Curriculum | None = None
+    asynchronous: Asynchronous | None = None
     engine_calls: int = 1
 
     def __post_init__(self) -> None:

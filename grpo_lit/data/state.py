@@ -7,16 +7,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from grpo_lit.errors import ConfigError
 from grpo_lit.ranks import Ranks
 from grpo_lit.rewards.combination import RewardCombination
-from grpo_lit.rollout import Group, Sampling
+from grpo_lit.rollout import Group, Prompt, Sampling
+from grpo_lit.rollouts.asynchronous import Drawn, Round
 
 #: Parts of the state that differ from rank to rank.
 PER_RANK = ("collector", "rollout")
+#: A queue without anything in it, as in checkpoints made before there was one.
+NO_QUEUE: dict[str, Any] = {"handed_out": 0, "rounds": []}
 
 
 def gathered(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Return the state of all ranks in plain types; all ranks must call."""
     mine = {name: _plain(state[name]) for name in PER_RANK}
-    return {**{name: value for name, value in state.items() if name not in PER_RANK}, "ranks": ranks.gather(mine)}
+    rounds = state["queue"]["rounds"]
+    mine["drawn"] = [_drawn_state(part) for part in rounds]
+    asked = [[{"prompt": dict(vars(prompt)), "epoch": epoch} for prompt, epoch in part.prompts] for part in rounds]
+    shared = {name: value for name, value in state.items() if name not in PER_RANK}
+    return {**shared, "queue": {**state["queue"], "rounds": asked}, "ranks": ranks.gather(mine)}
 
 
 def own_share(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -26,8 +33,9 @@ def own_share(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         ConfigError: A rollout was in progress on another number of ranks: its minibatches cannot be dealt out anew.
     """
     if "ranks" not in state:  # written before several ranks were told apart
-        return {**state, "collector": _groups_rebuilt(state.get("collector"))}
+        return {**state, "collector": _groups_rebuilt(state.get("collector")), "queue": NO_QUEUE}
     parts = state["ranks"]
+    state = {**state, "queue": _queue_rebuilt(state.get("queue", NO_QUEUE), parts, ranks)}
     if len(parts) == ranks.world_size:
         mine = parts[ranks.rank]
         return {**state, "rollout": mine["rollout"], "collector": _groups_rebuilt(mine["collector"])}
@@ -56,6 +64,37 @@ def without_groups(collector: dict[str, Any]) -> dict[str, Any]:
     if state["replay"] is not None:
         state["replay"] = {"entries": [], "groups": {}}
     return state
+
+
+def asked_again(queue: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with nothing drawn for its prompts: they are asked again, under other settings."""
+    return {**queue, "rounds": [Round(part.prompts) for part in queue["rounds"]]}
+
+
+def _drawn_state(part: Round) -> dict[str, Any] | None:
+    """Return what this rank has drawn of a round; ``None`` while it is not done."""
+    drawn = part.outcome
+    if drawn is None:
+        return None
+    groups = zip(part.mine, drawn.groups, strict=True)
+    return {"version": drawn.version, "groups": {place: group.state_dict() for place, group in groups}}
+
+
+def _queue_rebuilt(queue: dict[str, Any], parts: list[dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
+    """Return the queue with this rank's share of the groups in it; what some rank had not drawn, all draw again."""
+    rounds = []
+    for i, asked in enumerate(queue["rounds"]):
+        pairs = [
+            (Prompt(**{**pair["prompt"], "token_ids": tuple(pair["prompt"]["token_ids"])}), pair["epoch"])
+            for pair in asked
+        ]
+        part, drawn = Round(pairs, range(ranks.rank, len(pairs), ranks.world_size)), [p["drawn"][i] for p in parts]
+        if all(one is not None for one in drawn):
+            groups = {place: group for one in drawn for place, group in one["groups"].items()}
+            mine = [Group.from_state_dict(groups[place]) for place in part.mine]
+            part.drawn = Drawn(mine, min(one["version"] for one in drawn))
+        rounds.append(part)
+    return {**queue, "rounds": rounds}
 
 
 def _dealt(parts: list[dict[str, Any]], ranks: Ranks) -> dict[str, Any]:

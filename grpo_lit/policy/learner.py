@@ -119,6 +119,8 @@ class Learner:
         if plan.steps > 1:
             later = torch.cat(updates[1:]).unique()
             later = later[self.contributes(batch)[later]]
+            if batch.stale is not None:
+                later = later[~batch.stale[later]]  # their old policy is their sampler
             # Where nothing moves the policy the sampler's log-probs stand in: an entropy bonus may yet switch on.
             logprobs, scored = batch.sampler_logprobs.clone(), batch.token_positions(later)
             logprobs[scored] = self.evaluate(policy, batch, later).logprobs[scored]

@@ -1,6 +1,6 @@
 """The collector: asks prompts until a rollout is full of groups worth learning from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any, cast
@@ -12,10 +12,10 @@ from grpo_lit.callback import RolloutHooks
 from grpo_lit.metrics.rates import Rates
 from grpo_lit.metrics.rollout import has_signal, rollout_rates, solve_rate
 from grpo_lit.ranks import Ranks
-from grpo_lit.rollout import Group, Prompt, Sampling
+from grpo_lit.rollout import Group, Sampling
 from grpo_lit.rollouts.dynamic import DynamicSampling
+from grpo_lit.rollouts.queue import Asked, RolloutQueue, Take
 from grpo_lit.rollouts.replay import Entry, ReplayBuffer
-from grpo_lit.rollouts.sampler import Sampler
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Collector:
     priority, solve rate) is summed over ranks by that number, so the outcome is the same on any number of ranks.
 
     Args:
-        sampler: Draws and scores.
+        queue: Hands out groups.
         reward_names: Names of the rewards, for the rates.
         dynamic: Keep groups with signal only; ``None``: keep all.
         replay: Stands in for missing signal; ``None``: nothing does.
@@ -86,25 +86,36 @@ class Collector:
 
     def __init__(
         self,
-        sampler: Sampler,
+        queue: RolloutQueue,
         reward_names: Sequence[str],
         dynamic: DynamicSampling | None = None,
         replay: ReplayBuffer | None = None,
     ) -> None:
-        self.sampler, self.reward_names, self.dynamic, self.replay = sampler, list(reward_names), dynamic, replay
+        self.queue, self.reward_names, self.dynamic, self.replay = queue, list(reward_names), dynamic, replay
         self.domains: Sequence[str] = ()
         self._next_serial = 0
         self._waiting = _Pool()
         self._rollouts = self._tokens = 0
 
+    def first_round(self, wanted: int, after: int = 0) -> int:
+        """Return how many prompts the first round of a coming rollout will ask, as far as can be told now.
+
+        Args:
+            wanted: Groups of the rollout over all ranks.
+            after: Rollouts before it; the groups that wait now go into the first.
+        """
+        missing = max(wanted - (0 if after else len(self._waiting.serials)), 0)
+        return self.dynamic.prompts(missing, asked=0, accepted=0) if self.dynamic else missing
+
     def collect(
         self,
         wanted: int,
-        take: Callable[[int], list[tuple[Prompt, int]]],
+        take: Take,
         sampling: Sampling,
         ranks: Ranks,
         version: int,
         hooks: RolloutHooks | None = None,
+        oldest: int | None = None,
     ) -> Collected:
         """Return the groups of one rollout; all ranks must call.
 
@@ -113,22 +124,23 @@ class Collector:
             take: Returns that many new prompts with their epochs, the same on every rank.
             sampling: How completions are drawn.
             ranks: All processes.
-            version: ``global_step`` of the engine's weights.
+            version: ``global_step`` of the weights that will be trained on it.
             hooks: Callbacks that see groups, and may shape rewards.
+            oldest: Groups that older weights sampled are dropped; ``None``: none are.
         """
         hooks = hooks or RolloutHooks()
-        oldest = self._rollouts - (self.dynamic.max_age if self.dynamic else 0)
-        pool = self._waiting.keep([drawn >= oldest for drawn in self._waiting.drawn])
         rates, solved = self._figures_of([]), dict[str, float]()
-        for name in self.sampler.rewards.counters():
+        for name in self.queue.sampler.rewards.counters():
             rates.add(f"reward/{name}", torch.zeros(0))
+        pool = self._carried_over(oldest, rates)
         carried, rounds, rates_of_all, tokens = len(pool.serials), 0, list[float](), self._tokens
         while rounds < (self.dynamic.max_rounds if self.dynamic else 1) and len(pool.serials) < wanted:
             missing = wanted - len(pool.serials)
             asked, accepted = len(rates_of_all), len(pool.serials) - carried
-            prompts = take(self.dynamic.prompts(missing, asked, accepted) if self.dynamic else missing)
-            rates_of_all += self._ask(prompts, sampling, ranks, version, pool, rates, hooks)
-            solved |= {p.id: rate for (p, _), rate in zip(prompts, rates_of_all[-len(prompts) :], strict=True)}
+            count = self.dynamic.prompts(missing, asked, accepted) if self.dynamic else missing
+            got = self.queue.ask(count, take, sampling, ranks, oldest)
+            rates_of_all += self._sift(got, ranks, pool, rates, hooks)
+            solved |= {p.id: rate for (p, _), rate in zip(got.prompts, rates_of_all[asked:], strict=True)}
             rounds += 1
         first = [i < wanted for i in range(len(pool.serials))]
         self._waiting = pool.keep([not yes for yes in first])
@@ -149,41 +161,44 @@ class Collector:
         hooks.groups_kept(groups)
         return Collected(groups, places, len(pool.serials), rates, solved, self._tokens - tokens)
 
-    def _ask(
-        self,
-        prompts: list[tuple[Prompt, int]],
-        sampling: Sampling,
-        ranks: Ranks,
-        version: int,
-        pool: _Pool,
-        rates: Rates,
-        hooks: RolloutHooks,
-    ) -> list[float]:
-        """Ask a round of prompts; add the groups worth keeping to ``pool``, figures of all to ``rates``.
+    def _carried_over(self, oldest: int | None, rates: Rates) -> _Pool:
+        """Return the groups in waiting that may still be trained on, and count those that have got too stale."""
+        drawn_since = self._rollouts - (self.dynamic.max_age if self.dynamic else 0)
+        pool = self._waiting.keep([drawn >= drawn_since for drawn in self._waiting.drawn])
+        fresh = [oldest is None or version >= oldest for version in pool.versions]
+        if self.queue.settings is not None:
+            lost = pool.keep([not yes for yes in fresh])
+            lengths = [len(c.token_ids) for group in lost.mine.values() for c in group.completions]
+            _count_stale(rates, len(lost.serials), 0, lengths)
+            rates.add("system/queue_size", torch.tensor([float(self.queue.ready)]))
+        return pool.keep(fresh)
+
+    def _sift(self, got: Asked, ranks: Ranks, pool: _Pool, rates: Rates, hooks: RolloutHooks) -> list[float]:
+        """Add the groups worth keeping to ``pool``, figures of all to ``rates``.
 
         Returns:
             The solve rate of every prompt, over all ranks.
         """
-        mine = range(ranks.rank, len(prompts), ranks.world_size)
-        before = self.sampler.rewards.counters()
-        groups = self.sampler.scored_groups([prompts[i] for i in mine], sampling)
-        for name, count in self.sampler.rewards.counters().items():
+        mine, groups = list(got.groups), list(got.groups.values())
+        for name, count in got.counts.items():
             samples = sum(len(group.completions) for group in groups)
-            rates.add(f"reward/{name}", torch.tensor([float(count - before[name])]), count=samples)
+            rates.add(f"reward/{name}", torch.tensor([float(count)]), count=samples)
+        if self.queue.settings is not None:
+            _count_stale(rates, got.too_stale, len(got.prompts), got.dropped)
         hooks.groups_scored(groups)
-        worth, right = (torch.zeros(len(prompts), dtype=torch.float64) for _ in range(2))
-        drawn = sum(len(c.token_ids) for group in groups for c in group.completions)
+        worth, right = (torch.zeros(len(got.prompts), dtype=torch.float64) for _ in range(2))
+        drawn = sum(len(c.token_ids) for group in groups for c in group.completions) + sum(got.dropped)
         self._tokens += int(ranks.sum(torch.tensor(drawn)))
-        for i, group in zip(mine, groups, strict=True):
+        for i, group in got.groups.items():
             worth[i] = self._is_worth_keeping(group)
             right[i] = solve_rate(group)
         rates.merge(self._figures_of([(group, bool(worth[i])) for i, group in zip(mine, groups, strict=True)]))
         worth, right = ranks.sum(worth), ranks.sum(right)
         kept = worth.nonzero()[:, 0].tolist()
         for i in kept:
-            pool.add(self._next_serial + i, version, self._rollouts)
-        pool.mine |= {self._next_serial + i: group for i, group in zip(mine, groups, strict=True) if worth[i]}
-        self._next_serial += len(prompts)
+            pool.add(self._next_serial + i, got.versions[i], self._rollouts)
+        pool.mine |= {self._next_serial + i: group for i, group in got.groups.items() if worth[i]}
+        self._next_serial += len(got.prompts)
         return right.tolist()
 
     def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
@@ -269,3 +284,9 @@ class Collector:
         self._waiting = _Pool(serials, versions, drawn, dict(waiting["groups"]))
         if self.replay is not None and state["replay"] is not None:
             self.replay.load_state_dict(state["replay"])
+
+
+def _count_stale(rates: Rates, dropped: int, kept: int, lengths: Sequence[int]) -> None:
+    """Add how many groups of all ranks were dropped as too stale, how many were not, and this rank's lengths."""
+    rates.add("system/dropped_stale", torch.tensor([1.0] * dropped + [0.0] * kept))
+    rates.add("length/dropped_stale", torch.tensor(lengths, dtype=torch.float64))

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from grpo_lit.errors import ConfigError
@@ -29,13 +30,19 @@ class Engine(ABC):
     """Samples completions from its own copy of the weights: sync, staleness and mismatch mean the same everywhere.
 
     Life: ``start`` once, then any number of ``load_weights`` and ``generate``, then ``close`` (which may be called
-    at any time, twice, and from an exception handler).
+    at any time, twice, and from an exception handler). Calls come one at a time, though not always from the same
+    thread; ``close`` alone may come while another is running, which then ends soon, by an error if need be.
     """
 
     #: ``global_step`` of the weights held; ``None`` until the learner has sent some.
     weight_version: int | None = None
     #: Whether the tokens that ``top_p`` or ``min_p`` leave possible can be recorded only beside a ``top_k``.
     kept_needs_top_k = False
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Precision in which matrices are held: a copy on their way here needs no other. ``None``: the learner's."""
+        return None
 
     @abstractmethod
     def start(self, model: EngineModel) -> None:

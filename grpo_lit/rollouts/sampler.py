@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from grpo_lit.errors import EngineError
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Group, Prompt, Sampling, group_requests
 from grpo_lit.rollouts.engine import Engine
@@ -19,10 +20,14 @@ class Sampler:
         seed: The run's seed.
         parts: Calls of the engine that the prompts are cut into. With several, the rewards of one are computed, in a
             thread, while the next is drawn.
+
+    Attributes:
+        ended: Set from another thread to end :meth:`scored_groups` as soon as the group that is being scored is done.
     """
 
     def __init__(self, engine: Engine, rewards: RewardCombination, seed: int, parts: int = 1) -> None:
         self.engine, self.rewards, self.seed, self.parts = engine, rewards, seed, parts
+        self.ended = threading.Event()
         #: Seconds of each phase since the last :meth:`take_seconds`.
         self._seconds = {"rollout": 0.0, "reward": 0.0, "reward_wait": 0.0}
 
@@ -30,21 +35,26 @@ class Sampler:
         """Return one scored group per (prompt, epoch), in order.
 
         An error or Ctrl-C gets out as soon as the group that is being scored is done.
+
+        Raises:
+            EngineError: It was ended from another thread.
         """
         size = max(-(-len(prompts) // self.parts), 1)
         pending: list[Future[list[Group]]] = []
-        scorer, ended = ThreadPoolExecutor(1, "grpo-lit-rewards"), threading.Event()
+        scorer, failed = ThreadPoolExecutor(1, "grpo-lit-rewards"), threading.Event()
         try:
             for start in range(0, len(prompts), size):
+                self._go_on()
                 drawn = self._drawn(prompts[start : start + size], sampling)
                 for part in pending:
                     if part.done():
                         part.result()  # a reward that failed meanwhile ends the rollout here
-                pending.append(scorer.submit(self._scored, drawn, ended))
+                pending.append(scorer.submit(self._scored, drawn, failed))
             waiting = time.perf_counter()
             groups = [group for part in pending for group in part.result()]
+            self._go_on()
         finally:
-            ended.set()
+            failed.set()
             scorer.shutdown(wait=True, cancel_futures=True)
         self._seconds["reward_wait"] += time.perf_counter() - waiting
         return groups
@@ -58,10 +68,14 @@ class Sampler:
             for i, (prompt, epoch) in enumerate(prompts)
         ]
 
-    def _scored(self, groups: list[Group], ended: threading.Event) -> list[Group]:
+    def _go_on(self) -> None:
+        if self.ended.is_set():
+            raise EngineError("sampling was ended before it was done")
+
+    def _scored(self, groups: list[Group], failed: threading.Event) -> list[Group]:
         started = time.perf_counter()
         for group in groups:
-            if ended.is_set():
+            if failed.is_set() or self.ended.is_set():
                 break  # nobody waits for the groups any more
             self.rewards.score(group)
         self._seconds["reward"] += time.perf_counter() - started

@@ -47,6 +47,11 @@ class TransformersEngine(Engine):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._stops: tuple[int, ...] = ()
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Precision of the engine's copy."""
+        return _DTYPES[self.dtype]
+
     def start(self, model: EngineModel) -> None:
         """Load the model."""
         device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
@@ -91,6 +96,8 @@ class TransformersEngine(Engine):
         step_ids, mask = _left_padded([request.prompt_ids for request in requests], model.device)
         positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
         for step in range(sampling.max_tokens):
+            if self._model is None:
+                raise EngineError("the engine was closed while it was sampling")
             logits = model(
                 input_ids=step_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
             ).logits[:, -1]

@@ -6,8 +6,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -22,6 +21,7 @@ from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
 from grpo_lit.rollouts.vllm_kept import kept_tokens, logprobs_to_ask
 from grpo_lit.rollouts.vllm_process import (
+    as_engine_error,
     call_while_alive,
     end_processes,
     engine_processes,
@@ -108,7 +108,7 @@ class VLLMEngine(Engine):
             from vllm import LLM
 
             try:
-                with _as_engine_error("start"):
+                with as_engine_error("start"):
                     self._llm = LLM(**self._arguments(model, on_cpu))
             finally:
                 self._processes = [process for process in engine_processes() if process not in others]
@@ -119,6 +119,11 @@ class VLLMEngine(Engine):
         assert isinstance(dtype, torch.dtype)  # vLLM has resolved the name by now
         self._stage = stage(dtype)
         rank_zero_info(f"vLLM started in {time.monotonic() - began:.0f} s")
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Precision of matrices on their way to vLLM; ``None`` before it has started."""
+        return None if self._stage is None else self._stage.dtype
 
     def _variables(self, on_cpu: bool) -> dict[str, str]:
         variables = {
@@ -247,7 +252,7 @@ class VLLMEngine(Engine):
         return self._call("sample", partial(self._started.generate, inputs, parameters, use_tqdm=False))
 
     def _call(self, doing: str, function: Callable[[], T]) -> T:
-        with _as_engine_error(doing):
+        with as_engine_error(doing):
             return call_while_alive(self._processes, function)
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
@@ -287,13 +292,3 @@ def _close(engine: "weakref.ref[VLLMEngine]") -> None:
     alive = engine()
     if alive is not None:
         alive.close()
-
-
-@contextmanager
-def _as_engine_error(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except EngineError:
-        raise
-    except Exception as error:  # what fails in vLLM's processes arrives as a bare Exception
-        raise EngineError(f"vLLM could not {doing}: {error}") from error

@@ -110,6 +110,17 @@ def _titled_children(parent: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+@contextmanager
+def as_engine_error(doing: str) -> Iterator[None]:
+    """Name what vLLM could not do in the error of whatever fails within."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:  # what fails in vLLM's processes arrives as a bare Exception
+        raise EngineError(f"vLLM could not {doing}: {error}") from error
+
+
 def call_while_alive(processes: Sequence[psutil.Process], function: Callable[[], T]) -> T:
     """Call a function of vLLM, and give up when one of its processes is gone.
 

@@ -1,20 +1,17 @@
 """The data module's own promises: order of calls to the engine, seeds, ranks, and who is told of a stale engine."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from bare import RecordingEngine, bare_data, one_of
 from lightning.pytorch.trainer.states import TrainerFn
-from toys import EvenShare, Letters
+from toys import Letters
 
 from grpo_lit.data.evaluation import Evaluation
 from grpo_lit.data.mixture import Mixture, MixturePart
@@ -22,69 +19,13 @@ from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError
 from grpo_lit.metrics.evaluation import HeldOutFigures
 from grpo_lit.rewards import MathEquivalence, MultipleChoice, RewardCombination, WeightedReward
-from grpo_lit.rollout import Completion, Prompt, Request, Sampling
-from grpo_lit.rollouts.engine import Engine, EngineModel
-
-
-class RecordingEngine(Engine):
-    """Answers every request with its own seed's parity, and writes down what it is asked."""
-
-    def __init__(self, gap: float = 0.0) -> None:
-        self.calls: list[str] = []
-        self.seeds: list[int] = []
-        self.gap = gap
-
-    def start(self, model: EngineModel) -> None:
-        self.calls.append("start")
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self.calls.append(f"load {version}")
-        self.weight_version = version
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        self.calls.append(f"generate {len(requests)} with {self.weight_version}")
-        self.seeds += [request.seed for request in requests]
-        return [Completion((r.seed % 7 + 4, 2), (-1.0, -1.0), "x", "stop", self.weight_version) for r in requests]
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        self.calls.append("score")
-        return [-1.0 + self.gap] * (len(token_ids) - 1)
-
-    def close(self) -> None:
-        self.calls.append("close")
-        self.weight_version = None
-
-
-def one_of(rank: int, size: int) -> SingleDeviceStrategy:
-    """One rank of several, without the others."""
-    cpu = torch.device("cpu")
-    strategy = Mock(spec=SingleDeviceStrategy, global_rank=rank, world_size=size, root_device=cpu)
-    strategy.reduce = lambda values, reduce_op: values
-    return strategy
+from grpo_lit.rollout import Completion, Prompt, Sampling
 
 
 @pytest.fixture
 def build(tiny_model_path: Path) -> Callable[..., RolloutDataModule]:
     def make(rank: int = 0, world_size: int = 1, gap: float = 0.0, **changes: Any) -> RolloutDataModule:
-        arguments: dict[str, Any] = {
-            "engine": RecordingEngine(gap),
-            "train": Letters(),
-            "rewards": RewardCombination({"even": WeightedReward(EvenShare())}),
-            "sampling": Sampling(completions=2, max_tokens=4),
-            "prompts_per_rollout": 5,
-            "max_prompt_tokens": 100,
-            "checkpoint": str(tiny_model_path),
-        }
-        data = RolloutDataModule(**{**arguments, **changes})
-        strategy = one_of(rank, world_size)
-        module = SimpleNamespace(
-            global_step=0, named_weights=lambda: iter(()), score=lambda ids: [-1.0] * (len(ids) - 1)
-        )
-        state = SimpleNamespace(fn=TrainerFn.FITTING)
-        data.trainer = Mock(spec=Trainer, strategy=strategy, lightning_module=module, global_step=0, state=state)
-        data.trainer.callbacks = []
-        data.setup("fit")
-        return data
+        return bare_data(tiny_model_path, one_of(rank, world_size), **{"engine": RecordingEngine(gap), **changes})
 
     return make
 

@@ -27,6 +27,7 @@ def state_of(serials: list[int], stored: list[int], rollout: dict | None = None)
             "waiting": {"serials": [0, 1, 2], "versions": [0, 0, 0], "groups": {n: group(n) for n in serials}},
             "replay": {"entries": [], "groups": {n: group(n) for n in stored}},
         },
+        "queue": {"handed_out": 0, "rounds": []},
         "rollout": rollout,
     }
 
@@ -74,6 +75,7 @@ def test_older_checkpoints_still_load() -> None:
         "stream": {},
         "rollout": {"update": 1},
         "collector": None,
+        "queue": {"handed_out": 0, "rounds": []},
     }
 
 

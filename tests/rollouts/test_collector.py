@@ -12,6 +12,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Completion, Group, Prompt, Sampling
 from grpo_lit.rollouts.collector import Collected, Collector, DynamicSampling
+from grpo_lit.rollouts.queue import RolloutQueue
 from grpo_lit.rollouts.replay import Replay, ReplayBuffer
 from grpo_lit.rollouts.sampler import Sampler
 
@@ -27,6 +28,12 @@ class Scripted(Sampler):
         self.asked: list[int] = []
         self.rewards = SimpleNamespace(counters=lambda: {"r_unreadable": len(self.asked)})
         self.version = 0
+        self.engine = self  # whose weights are `version`
+
+    weight_version = property(lambda self: self.version)
+
+    def take_seconds(self) -> dict[str, float]:
+        return {}
 
     def scored_groups(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
         self.asked += [int(prompt.id) for prompt, _ in prompts]
@@ -56,11 +63,11 @@ def names(got: Collected) -> list[int]:
 
 
 def collector(signal: Callable[[int], bool], dynamic: DynamicSampling | None, replay: Replay | None = None) -> Any:
-    made = Collector(Scripted(signal), ["r"], dynamic, None if replay is None else ReplayBuffer(replay))
+    made = Collector(RolloutQueue(Scripted(signal)), ["r"], dynamic, None if replay is None else ReplayBuffer(replay))
     prompts = Prompts()
 
     def collect(wanted: int, version: int = 0) -> Collected:
-        made.sampler.version = version
+        made.queue.sampler.version = version
         return made.collect(wanted, prompts.take, SAMPLING, ALONE, version)
 
     return made, collect
@@ -81,7 +88,7 @@ def test_rounds_fill_the_rollout_and_the_surplus_waits() -> None:
     made, collect = collector(lambda n: n % 2 == 0, DynamicSampling(max_rounds=9))
     got = collect(4)
     assert names(got) == [0, 2, 4, 6]
-    assert made.sampler.asked == list(range(8))
+    assert made.queue.sampler.asked == list(range(8))
     rates = got.rates.compute()
     assert rates["exploration/rounds"] == 2
     assert rates["exploration/accepted"] == 0.5
@@ -125,7 +132,7 @@ def test_a_surplus_larger_than_a_rollout_needs_no_new_prompt() -> None:
     assert names(collect(2)) == [0, 1]
     got = collect(2, version=1)
     assert names(got) == [2, 3]
-    assert made.sampler.asked == list(range(6))
+    assert made.queue.sampler.asked == list(range(6))
     assert "reward/correct" in got.rates._sums  # names are there on every rank, whatever was drawn
 
 
@@ -138,7 +145,7 @@ def test_constant_rewards_end_the_search() -> None:
         got = collect(4)
     assert names(got) == []
     assert got.size == 0
-    assert made.sampler.asked == list(range(12))
+    assert made.queue.sampler.asked == list(range(12))
 
 
 def test_one_usable_group_in_ten_fills_what_it_can_and_says_so() -> None:
@@ -146,7 +153,7 @@ def test_one_usable_group_in_ten_fills_what_it_can_and_says_so() -> None:
     # 2 wanted. 3 are asked, of which 0 has signal, then ceil(1.5) = 2 a round: the fifth asks 9 and 10.
     made, collect = collector(lambda n: n % 10 == 0, DynamicSampling(adapt=False, max_rounds=5))
     assert names(collect(2)) == [0, 10]
-    assert made.sampler.asked == list(range(11))
+    assert made.queue.sampler.asked == list(range(11))
     _, collect = collector(lambda n: n % 10 == 0, DynamicSampling(adapt=False, max_rounds=4))
     said = "holds 1 of 2 groups: of 9 prompts asked in 4 rounds, 8 were solved by no sample and 0 by all"
     with pytest.warns(UserWarning, match=said):
@@ -164,7 +171,7 @@ def test_one_group_more_than_wanted_waits() -> None:
 def test_active_sampling_asks_for_as_many_as_are_missing() -> None:
     made, collect = collector(lambda n: n != 1, DynamicSampling(oversample=1.0, adapt=False))
     assert names(collect(3)) == [0, 2, 3]
-    assert made.sampler.asked == [0, 1, 2, 3]
+    assert made.queue.sampler.asked == [0, 1, 2, 3]
 
 
 def test_later_rounds_ask_what_the_acceptance_so_far_calls_for() -> None:
@@ -172,7 +179,7 @@ def test_later_rounds_ask_what_the_acceptance_so_far_calls_for() -> None:
     # then 1 missing at 12 asked and 3 accepted calls for 4 (12 to 15), which hold 15.
     made, collect = collector(lambda n: n % 5 == 0, DynamicSampling())
     assert names(collect(4)) == [0, 5, 10, 15]
-    assert made.sampler.asked == list(range(16))
+    assert made.queue.sampler.asked == list(range(16))
     settings = DynamicSampling(oversample=1.5)
     assert settings.prompts(missing=2, asked=6, accepted=6) == 3  # never less than the first round's factor
     assert settings.prompts(missing=2, asked=600, accepted=0) == 12  # nor more than four times that
@@ -207,7 +214,7 @@ def test_two_ranks_decide_as_one_does() -> None:
     expected = [names(alone(5, version)) for version in range(3)]
 
     # Both ranks run in lockstep: each sum is over what either would have put in.
-    made = [Collector(Scripted(signal), ["r"], settings[0], ReplayBuffer(settings[1])) for _ in range(2)]
+    made = [Collector(RolloutQueue(Scripted(signal)), ["r"], settings[0], ReplayBuffer(settings[1])) for _ in range(2)]
     prompts = [Prompts(), Prompts()]
     for version in range(3):
         parts = run_in_lockstep(made, prompts, version)
@@ -236,7 +243,7 @@ def run_in_lockstep(made: list[Collector], prompts: list[Prompts], version: int)
             return total
 
     def work(index: int) -> None:
-        made[index].sampler.version = version
+        made[index].queue.sampler.version = version
         results[index] = made[index].collect(5, prompts[index].take, SAMPLING, Both(index), version)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
@@ -253,11 +260,11 @@ def test_state_holds_what_the_next_rollout_depends_on() -> None:
     collect(3)
     other, other_collect = collector(lambda n: n % 4 != 0, *settings)
     other_collect(3)
-    copy = Collector(Scripted(made.sampler.signal), ["r"], settings[0], ReplayBuffer(settings[1]))
+    copy = Collector(RolloutQueue(Scripted(made.queue.sampler.signal)), ["r"], settings[0], ReplayBuffer(settings[1]))
     copy.load_state_dict(made.state_dict())
     prompts = Prompts()
     prompts.take(6)
-    copy.sampler.version = 1
+    copy.queue.sampler.version = 1
     got, expected = copy.collect(5, prompts.take, SAMPLING, ALONE, 1), other_collect(5, version=1)
     assert [g.state_dict() for g in got.groups] == [g.state_dict() for g in expected.groups]
     assert copy.state_dict() == other.state_dict()
