@@ -87,7 +87,7 @@ class Drawn:
 
     groups: list[Group]
     version: int
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -178,12 +178,12 @@ class Producer:
             self.handover.take_up(part.version)
         finally:
             part.begun.set()
-        seconds = Counter({"sync": time.perf_counter() - started})
+        seconds = {"sync": time.perf_counter() - started}
         before = Counter(self.sampler.rewards.counters())
         groups = self.sampler.scored_groups([part.prompts[i] for i in part.mine], part.sampling)
-        seconds.update(self.sampler.take_seconds())
+        seconds |= self.sampler.take_seconds()
         if self.threaded:
-            seconds["wait_learner"] = 0.0 if idle_since is None else started - idle_since  # type: ignore[assignment]
+            seconds["wait_learner"] = 0.0 if idle_since is None else started - idle_since
         counts = Counter(self.sampler.rewards.counters())
         counts.subtract(before)
         self._idle_since = time.perf_counter()

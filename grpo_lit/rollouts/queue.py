@@ -11,7 +11,7 @@ import torch
 
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group, Prompt, Sampling
-from grpo_lit.rollouts.asynchronous import Asynchronous, Producer, Round
+from grpo_lit.rollouts.asynchronous import Asynchronous, Drawn, Producer, Round
 from grpo_lit.rollouts.handover import Handover
 from grpo_lit.rollouts.sampler import Sampler
 
@@ -62,7 +62,7 @@ class RolloutQueue:
         self._rounds: deque[Round] = deque()
         #: Prompts of the first round that were handed out.
         self._handed_out = 0
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Return how many prompts are on their way or wait, over all ranks."""
@@ -151,7 +151,8 @@ class RolloutQueue:
     def _hand_out(self, asked: Asked, popped: Iterable[tuple[Round, Sequence[int]]]) -> None:
         for part, places in popped:
             drawn = self._awaited(part)
-            self._seconds.update(drawn.seconds)
+            for phase, seconds in drawn.seconds.items():
+                self._took(phase, seconds)
             asked.counts.update(drawn.counts)
             drawn.seconds.clear()
             drawn.counts.clear()
@@ -162,12 +163,15 @@ class RolloutQueue:
                 asked.prompts.append(part.prompts[place])
                 asked.versions.append(drawn.version)
 
-    def _awaited(self, part: Round) -> Any:
+    def _awaited(self, part: Round) -> Drawn:
         if part.drawn is None:
             started = time.perf_counter()
             part.result()
-            self._seconds["wait_rollout"] += time.perf_counter() - started  # type: ignore[assignment]
+            self._took("wait_rollout", time.perf_counter() - started)
         return part.drawn
+
+    def _took(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _draw_again(self, asked: Asked, late: list[int], sampling: Sampling, ranks: Ranks) -> None:
         """Put groups of the newest weights in the place of those that are too stale."""
@@ -212,8 +216,7 @@ class RolloutQueue:
         ``wait_rollout`` is the time that the learner waited for groups, ``wait_learner`` that in which nothing was
         there to be drawn.
         """
-        seconds: dict[str, float] = dict(self._seconds)
-        self._seconds.clear()
+        seconds, self._seconds = self._seconds, {}
         return seconds
 
     def give_up(self) -> None:

@@ -97,15 +97,16 @@ def test_no_sample_is_staler_than_the_bound_and_no_prompt_is_passed_over(
     build: Callable, bound: int, when_stale: str, learn: float
 ) -> None:
     """Field bug E7: off by one, starvation, long completions dropped; a learner slower and faster than the engine."""
-    straight = train(build(None), range(12), learn=0.0)
+    order = build(None).stream
     data = build(Asynchronous(bound, when_stale=when_stale, queue_size=3))
-    rollouts = train(data, range(12), learn)
+    rollouts = train(data, range(8), learn)
     assert max(staleness(rollouts)) <= bound
-    assert asked(rollouts) == asked(straight)  # 24 of 12 prompts: each in its turn, the slow ones too
+    # 16 of 12 prompts: each in its turn, the slow ones too.
+    assert asked(rollouts) == [prompt.id for _ in range(8) for prompt, _ in order.take(2)]
     figures = [rollout.rates.compute() for rollout in rollouts]
     if when_stale == "wait":
         # Decided beforehand, whatever takes how long: as stale as the bound allows once the queue is filled.
-        assert staleness(rollouts) == [min(step, bound) for step in range(12)]
+        assert staleness(rollouts) == [min(step, bound) for step in range(8)]
         assert {figure["system/dropped_stale"] for figure in figures} == {0.0}
     if when_stale == "drop" and bound == 0:
         assert all(figure["system/dropped_stale"] == 0.5 for figure in figures[1:])  # all drawn ahead, then again
@@ -238,7 +239,7 @@ def test_a_resumed_run_asks_what_one_never_stopped_asks(
     assert asked(first + rest) == asked(straight)
     if when_stale == "wait" and status == TrainerStatus.RUNNING:
         for one, other in zip(straight[4:], rest, strict=True):
-            assert [group.state_dict() for group in one.groups] == [group.state_dict() for group in other.groups]
+            assert one.batch.weight_version.tolist() == other.batch.weight_version.tolist()
 
 
 def test_a_checkpoint_with_a_queue_goes_on_without_one(build: Callable) -> None:

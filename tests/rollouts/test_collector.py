@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bare import RecordingEngine
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from grpo_lit.errors import ConfigError
@@ -27,10 +28,16 @@ class Scripted(Sampler):
         self.signal = signal
         self.asked: list[int] = []
         self.rewards = SimpleNamespace(counters=lambda: {"r_unreadable": len(self.asked)})
+        self.engine = RecordingEngine()
         self.version = 0
-        self.engine = self  # whose weights are `version`
 
-    weight_version = property(lambda self: self.version)
+    @property
+    def version(self) -> int:
+        return self.engine.weight_version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.engine.weight_version = version
 
     def take_seconds(self) -> dict[str, float]:
         return {}

@@ -3,23 +3,24 @@
 import threading
 import weakref
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bare import RecordingEngine
 
 from grpo_lit.rollouts.handover import Handover, Probe, copied
 
 PROBE = Probe((1, 2, 3), (-1.0, -2.0))
 
 
-class Sink:
+class Sink(RecordingEngine):
     """Keeps what it is given, and says of every text what it is told to."""
 
     weight_dtype = torch.bfloat16
 
     def __init__(self, *said: float) -> None:
+        super().__init__()
         self.said = list(said) or [-1.0, -2.0]
         self.loaded: list[tuple[int, dict[str, torch.Tensor]]] = []
 
@@ -77,12 +78,15 @@ def test_there_is_one_copy_at_a_time_and_only_the_one_asked_for_is_loaded() -> N
 def test_a_new_copy_waits_for_a_load_in_progress() -> None:
     loading, go_on, order = threading.Event(), threading.Event(), []
 
-    def load(weights: Any, version: int) -> None:
-        loading.set()
-        assert go_on.wait(10)
-        order.append("loaded")
+    class Slow(Sink):
+        """Loads until it is told to go on."""
 
-    handover = Handover(SimpleNamespace(load_weights=load, score=lambda ids: [-1.0, -2.0], weight_dtype=None))
+        def load_weights(self, weights: Any, version: int) -> None:
+            loading.set()
+            assert go_on.wait(10)
+            order.append("loaded")
+
+    handover = Handover(Slow())
     handover.put([], 1, PROBE)
     thread = threading.Thread(target=handover.take_up, args=(1,))
     thread.start()

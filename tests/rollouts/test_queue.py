@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from bare import RecordingEngine
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from grpo_lit.data.state import asked_again, gathered, own_share
@@ -17,23 +18,22 @@ from grpo_lit.rollout import Completion, Group, Prompt, Sampling
 from grpo_lit.rollouts.asynchronous import Asynchronous
 from grpo_lit.rollouts.handover import Probe
 from grpo_lit.rollouts.queue import Asked, RolloutQueue
+from grpo_lit.rollouts.sampler import Sampler
 
 ALONE = Ranks(SingleDeviceStrategy(device=torch.device("cpu")))
 SAMPLING, PROBE = Sampling(completions=1), Probe((1,), ())
 
 
-class Gated:
+class Gated(Sampler):
     """Draws a group per prompt, n tokens for prompt n, once ``gate`` lets it; prompt 13 is more than it can bear."""
 
     def __init__(self) -> None:
         self.gate, self.ended = threading.Semaphore(0), threading.Event()
         self.rewards = SimpleNamespace(counters=lambda: {"r_unreadable": len(self.asked)})
-        self.engine = SimpleNamespace(weight_version=0, weight_dtype=None, load_weights=self.load, score=lambda ids: [])
+        self.engine = RecordingEngine()
+        self.engine.weight_version = 0
         self.asked: list[int] = []
         self.threads: set[str] = set()
-
-    def load(self, weights: Any, version: int) -> None:
-        self.engine.weight_version = version
 
     def take_seconds(self) -> dict[str, float]:
         return {"rollout": 1.0}
@@ -225,7 +225,8 @@ def rank(index: int, size: int, gather: Callable[[Any], list[Any]] | None = None
 
 def written(queues: Sequence[RolloutQueue]) -> dict[str, Any]:
     """The checkpoint of several ranks."""
-    states = [{"collector": None, "rollout": None, "queue": queue.state_dict()} for queue in queues]
+    empty = {"waiting": {"serials": [], "versions": [], "drawn": [], "groups": {}}, "replay": None}
+    states = [{"collector": empty, "rollout": None, "queue": queue.state_dict()} for queue in queues]
     parts: list[Any] = []
     for index, state in enumerate(states):
         gathered(state, rank(index, len(states), lambda value: parts.append(value) or [value]))
@@ -243,7 +244,7 @@ def test_a_checkpoint_holds_what_all_ranks_have_drawn_and_the_prompts_of_the_res
         queue, sampler, _ = build()
         take = Numbers()
         sampler.gate.release(1 if index == slow else 2)  # of two rounds
-        queue.fill([3, 5], take, SAMPLING, rank(index, 2))
+        queue.fill([3, 2], take, SAMPLING, rank(index, 2))
         for part in list(queue._rounds)[: 1 if index == slow else 2]:
             part.future.result(10)
         queues.append(queue)
