@@ -14,6 +14,7 @@ from limits import possible
 from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.errors import EngineError
 from grpo_lit.objectives import Objective
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.learner import Learner
@@ -171,6 +172,22 @@ def test_padding_at_the_left_changes_no_log_prob(tiny_folder: Callable, architec
             assert completion.logprobs[t] == pytest.approx(float(expected[t, token]), abs=1e-4)
 
 
+def test_an_engine_that_is_closed_while_it_draws_stops(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, steps = TransformersEngine(device="cpu"), []
+
+    def close_at_the_third(*arguments: Any) -> Drawn:
+        steps.append(len(steps))
+        if len(steps) == 3:
+            engine.close()  # as another thread may
+        return _draw_tokens(*arguments)
+
+    engine.start(EngineModel(str(tiny_model_path), (), 512))
+    monkeypatch.setattr("grpo_lit.rollouts.transformers._draw_tokens", close_at_the_third)
+    with pytest.raises(EngineError, match="closed while it was sampling"):
+        engine.generate(REQUESTS, Sampling(1.0, 400))
+    assert len(steps) == 3
+
+
 def test_tokens_come_as_often_as_they_should_among_the_possible_ones() -> None:
     # p = [.4, .3, .2, .1], the two likeliest: 4/7 and 3/7, and never another.
     count = 4000
@@ -182,6 +199,15 @@ def test_tokens_come_as_often_as_they_should_among_the_possible_ones() -> None:
     # sqrt(p (1 - p) / n) = .0078; four of them.
     assert found[0] / count == pytest.approx(4 / 7, abs=0.032)
     torch.testing.assert_close(drawn.logprobs.exp(), torch.tensor([4 / 7, 3 / 7])[drawn.tokens])
+
+
+def test_logprobs_are_those_of_the_logits_over_the_temperature() -> None:
+    """Field bug E1: of logits 2 1 0 at T = 0.5, not log p / T (-0.815 ...) nor those at T = 1 (-0.408 ...)."""
+    # log_softmax(4 2 0): -log(1 + e^-2 + e^-4) = -0.143. Uniform numbers that point at the tokens of p .867 .117 .016.
+    uniforms = torch.tensor([0.5, 0.9, 0.99], dtype=torch.float64)
+    drawn = _draw_tokens(torch.tensor([[2.0, 1.0, 0.0]] * 3), 0.5, LogitsProcessorList(), uniforms)
+    assert drawn.tokens.tolist() == [0, 1, 2]
+    torch.testing.assert_close(drawn.logprobs, torch.tensor([-0.143, -2.143, -4.143]), atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])

@@ -117,6 +117,7 @@ def test_a_stop_token_at_the_cap_is_a_stop_and_one_token_less_is_not(synced, pol
 @needs_vllm
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_logprobs_are_those_of_the_policy_at_the_temperature(synced, policy, temperature):
+    """Field bug E1."""
     requests = [Request(prompt, seed) for prompt in PROMPTS for seed in range(4)]
     for request, completion in zip(requests, draw(synced, requests, temperature), strict=True):
         expected = logprobs(policy, request.prompt_ids, completion.token_ids, temperature)
@@ -182,6 +183,7 @@ def test_new_weights_replace_old_ones_and_what_was_cached_of_them(synced, policy
 
 @needs_vllm
 def test_the_order_of_a_sync(synced, policy, monkeypatch):
+    """Field bug E4: prefixes of the old weights are forgotten before anything is asked."""
     calls = []
     llm = synced._llm
 
@@ -240,6 +242,7 @@ def test_only_the_given_stop_tokens_stop(synced, policy):
     "limits", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8}, {"top_k": 200, "min_p": 0.1}, {"top_k": 1}, {"top_k": 10**6}]
 )
 def test_with_kept_tokens_the_ratio_is_1_and_is_not_without(synced, policy, limits):
+    """Field bug E2."""
     sampling = Sampling(0.9, 12, **limits)
     requests = [Request(prompt, seed) for prompt in PROMPTS for seed in range(4)]
     masses = []

@@ -24,16 +24,22 @@ class Recorder(Callback):
 
 
 @pytest.mark.parametrize(
-    ("limits", "most"), [({"top_k": 6}, 6), ({"top_p": 0.7}, 260), ({"top_k": 50, "top_p": 0.9, "min_p": 0.02}, 50)]
+    ("limits", "most"),
+    [
+        ({"temperature": 0.6, "top_k": 6}, 6),
+        ({"top_p": 0.7}, 260),
+        ({"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02}, 50),
+    ],
 )
 @pytest.mark.parametrize("old_policy", ["logprobs", "sampler"])
 def test_the_learner_agrees_with_a_limited_sampler(
     make_module: Callable, make_data: Callable, make_trainer: Callable, limits: dict, most: int, old_policy: str
 ) -> None:
+    """Field bug E1, Field bug E2: temperature and limits are the same on both sides, or the ratio is not 1."""
     recorder = Recorder()
     corrections = [TruncatedIS(cap=2.0)] if old_policy == "logprobs" else []
     module = make_module(old_policy=old_policy, objective=Objective(corrections=corrections))
-    data = make_data(sampling=Sampling(1.0, max_tokens=6, completions=3, **limits))
+    data = make_data(sampling=Sampling(max_tokens=6, completions=3, **limits))
     make_trainer(max_steps=2, callbacks=[recorder]).fit(module, datamodule=data)
     for step in recorder.steps:
         assert step["optimization/ratio_max"] == pytest.approx(1.0, abs=1e-4)
@@ -66,6 +72,7 @@ class MeanRatio(Callback):
 def test_on_policy_the_mean_ratio_is_1_with_kept_tokens_and_visibly_not_without(
     make_module: Callable, make_data: Callable, make_trainer: Callable, engine: type, remembers: bool
 ) -> None:
+    """Field bug E2."""
     recorder, ratio = Recorder(), MeanRatio()
     data = make_data(sampling=Sampling(1.0, max_tokens=6, completions=3, top_k=6), engine=engine(device="cpu"))
     make_trainer(max_steps=2, callbacks=[recorder, ratio]).fit(make_module(), datamodule=data)
