@@ -117,7 +117,7 @@ def hyperparameters(trainer: Trainer, module: GRPOModule) -> dict[str, Any]:
     objective, data = module.objective, cast("RolloutDataModule", trainer.datamodule)  # type: ignore[attr-defined]
     optimizer = trainer.optimizers[0]
     group = optimizer.param_groups[0]
-    options = data.collector.dynamic, data.collector.replay, data.solve_rates.settings
+    options = data.collector.dynamic, data.collector.replay, data.solve_rates.settings, data.asynchronous
     return {
         "model": Path(module.checkpoint).name,
         "advantage": _described(objective.advantage),

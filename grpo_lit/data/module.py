@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -147,11 +148,10 @@ class RolloutDataModule(LightningDataModule):
         """End the engine, what is being drawn, and the processes of the rewards; a later fit starts them anew."""
         self._started = False
         self.queue.give_up()
-        try:
-            self.engine.close()
-        finally:
-            self.rewards.close()
-            self.queue.join()
+        with ExitStack() as ends:  # from the last to the first, whichever of them fails
+            ends.callback(self.queue.join)
+            ends.callback(self.rewards.close)
+            ends.callback(self.engine.close)
 
     @property
     def ranks(self) -> Ranks:

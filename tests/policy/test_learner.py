@@ -176,6 +176,20 @@ def test_old_log_probs_are_scored_for_later_updates_only(policy: Policy) -> None
     assert torch.equal(twice.old_logprobs[~moving], batch.sampler_logprobs[~moving])
 
 
+def test_stale_sequences_have_their_sampler_for_an_old_policy_and_cost_no_forward(policy: Policy) -> None:
+    batch = make_rollout()
+    stale = batch.group == 0
+    learner, plan = Learner(Objective(), 500, True, ONE_PROCESS, torch.device("cpu")), UpdatePlan(num_epochs=2)
+    fresh, _ = learner.prepare(batch, plan, policy, None)
+    mixed, _ = learner.prepare(replace(batch, stale=stale), plan, policy, None)
+    theirs = stale[batch.sequence]
+    assert bool((mixed.old_logprobs[theirs] == -5.0).all())  # what the sampler said
+    torch.testing.assert_close(mixed.old_logprobs[~theirs], fresh.old_logprobs[~theirs])
+    counted = Mock(wraps=policy, spec=Policy)
+    learner.prepare(replace(batch, stale=torch.ones_like(stale)), plan, counted, None)
+    assert counted.call_count == 0
+
+
 # Field bug D4.
 def test_minibatches_hold_whole_groups_and_every_group_once_an_epoch() -> None:
     batch = make_rollout()

@@ -142,6 +142,25 @@ def test_a_reward_that_failed_ends_the_rollout_before_the_next_part_is_scored_or
     assert reward.calls == 1
 
 
+def test_another_thread_ends_it_once_the_group_being_scored_is_done() -> None:
+    reward = Waits()
+    sampler = Sampler(engine(), RewardCombination({"n": WeightedReward(reward)}), seed=0)
+
+    def end() -> None:
+        assert reward.started.wait(10)
+        sampler.ended.set()
+        reward.go_on.set()
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    with pytest.raises(EngineError, match="ended before it was done"):
+        sampler.scored_groups(PROMPTS, Sampling(completions=2))
+    ender.join(10)
+    assert reward.calls == 1
+    sampler.ended.clear()
+    assert len(sampler.scored_groups(PROMPTS, Sampling(completions=2))) == 5
+
+
 def test_a_sampler_works_after_an_error() -> None:
     drawn = engine()
     sampler = Sampler(drawn, RewardCombination({"n": WeightedReward(Lengths())}), seed=0, parts=2)
