@@ -164,11 +164,11 @@ class RolloutQueue:
                 asked.versions.append(drawn.version)
 
     def _awaited(self, part: Round) -> Drawn:
-        if part.drawn is None:
-            started = time.perf_counter()
-            part.result()
-            self._took("wait_rollout", time.perf_counter() - started)
-        return part.drawn
+        started, waits = time.perf_counter(), part.outcome is None
+        drawn = part.result()
+        if self.settings is not None:
+            self._took("wait_rollout", time.perf_counter() - started if waits else 0.0)
+        return drawn
 
     def _took(self, phase: str, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds

@@ -1,6 +1,7 @@
 """The queue hands out groups in the order their prompts were taken, whatever the thread that draws is doing."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,20 @@ def test_what_lies_ready_is_counted_and_what_is_missing_is_waited_for(build: Cal
     assert seconds["rollout"] == 2.0  # once for each of two rounds
     assert seconds["wait_rollout"] >= 0.04
     assert queue.take_seconds() == {}
+
+
+def test_who_waits_for_whom_is_told(build: Callable) -> None:
+    queue, sampler, ask = build()
+    sampler.gate.release(2)
+    ask(1)
+    assert queue.take_seconds()["wait_learner"] == 0  # nothing was to be drawn before it
+    time.sleep(0.05)
+    ask(0, ahead=[1])
+    queue.settle()
+    ask(1)
+    second = queue.take_seconds()
+    assert second["wait_rollout"] == 0  # it lay ready
+    assert second["wait_learner"] >= 0.05
 
 
 def test_rounds_are_drawn_with_the_weights_that_were_theirs_when_they_were_begun(build: Callable) -> None:
