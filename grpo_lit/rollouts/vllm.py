@@ -53,7 +53,8 @@ class VLLMEngine(Engine):
         max_num_seqs: Completions sampled at the same time.
         gpu_memory_utilization: Share of a CUDA device that vLLM takes; the learner has the rest.
         cpu_kv_cache_gib: Memory for keys and values on CPU [GiB].
-        threads: Of the engine on CPU; ``null``: as many as torch uses in the learner, which waits meanwhile.
+        threads: Of the engine on CPU; ``null``: as many as torch uses in the learner, which waits meanwhile unless
+            rollouts are drawn ahead.
         enforce_eager: Do not compile or record graphs; ``null``: true on CPU, where that takes longer than it saves.
         tensor_parallel_size: CUDA devices that share one engine.
         weight_transfer: ``shared_memory`` works everywhere; ``cuda_ipc`` keeps the weights on the CUDA device, which
