@@ -98,6 +98,17 @@ def test_a_new_copy_waits_for_a_load_in_progress() -> None:
     assert order == ["loaded", "copied"]
 
 
+def test_bytes_are_counted_as_they_came_copied_or_not() -> None:
+    weights = [("m", torch.ones(2, 3)), ("v", torch.ones(5))]
+    handover = Handover(Sink())
+    handover.put(weights, 1, PROBE)
+    assert handover.take_bytes() == 4 * (6 + 5)
+    handover.load(weights, 2, PROBE)
+    handover.load(weights[:1], 3, PROBE)
+    assert handover.take_bytes() == 4 * (6 + 5 + 6)
+    assert handover.take_bytes() == 0
+
+
 @pytest.mark.parametrize(("said", "gap"), [((-1.0, -2.0), 0.0), ((-1.5, -2.1), 0.3), ((float("nan"), -2.0), torch.inf)])
 def test_the_gap_of_engine_and_learner_is_told_once(said: tuple[float, ...], gap: float) -> None:
     handover = Handover(Sink(*said))
