@@ -34,7 +34,8 @@ class Asynchronous:
 
     Args:
         max_staleness: Most optimizer steps between the weights that sample and those that are trained.
-        weight_sync_steps: Optimizer steps after which the engine gets new weights, between two of its calls.
+        weight_sync_steps: Optimizer steps after which the engine gets new weights, between two of its calls. A resumed
+            run begins with those of its checkpoint: it equals one never stopped where it got them at that step too.
         when_stale: ``wait``: nothing is begun that could become too stale, and every rollout has weights that are
             decided beforehand: the same run again gives the same numbers, bit for bit. ``drop``: the engine never waits
             for the learner while the queue has room, and takes the newest weights each time; what is too stale when

@@ -118,11 +118,10 @@ class RolloutQueue:
             if needed > len(self):
                 self._begin(take(needed - len(self)), sampling, ranks)
 
-    def _begin(self, prompts: list[tuple[Prompt, int]], sampling: Sampling, ranks: Ranks) -> Round:
+    def _begin(self, prompts: list[tuple[Prompt, int]], sampling: Sampling, ranks: Ranks) -> None:
         part = Round.of(prompts, ranks, sampling)
         self._rounds.append(part)
         self._start(part)
-        return part
 
     def _start(self, part: Round) -> None:
         part.version = None if self.takes_newest else self.handover.version
