@@ -133,6 +133,18 @@ class Group:
     correct: list[bool | None] = field(default_factory=list)
     masked: list[bool] = field(default_factory=list)
 
+    def first(self, count: int) -> "Group":
+        """Return the group that its first samples make."""
+        return Group(
+            self.prompt,
+            self.epoch,
+            self.completions[:count],
+            {name: scores[:count] for name, scores in self.scores.items()},
+            self.rewards[:count],
+            self.correct[:count],
+            self.masked[:count],
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain types only, which ``torch.load(weights_only=True)`` accepts."""
         # Not dataclasses.asdict: it copies every token one by one.
@@ -206,12 +218,21 @@ def sample_seed(seed: int, prompt: Prompt, epoch: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def group_requests(prompts: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int) -> list["Request"]:
-    """Return one request per sample of every (prompt, epoch), the samples of a prompt side by side."""
+def group_requests(
+    prompts: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int, first: int = 0
+) -> list["Request"]:
+    """Return one request per sample of every (prompt, epoch), the samples of a prompt side by side.
+
+    Args:
+        prompts: Each with its epoch.
+        sampling: How many samples.
+        seed: The run's.
+        first: Samples of each prompt that are there already.
+    """
     return [
         Request(prompt.token_ids, sample_seed(seed, prompt, epoch, sample))
         for prompt, epoch in prompts
-        for sample in range(sampling.completions)
+        for sample in range(first, sampling.completions)
     ]
 
 

@@ -8,12 +8,22 @@ from grpo_lit.policy.checkpoint import context_length
 from grpo_lit.rollout import Sampling
 
 
-def check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling, options: RolloutOptions) -> None:
     """Refuse ways of sampling under which the completions of a group are all equal, or too few to compare.
 
+    Args:
+        sampling: How completions are drawn.
+        options: What a rollout is made of.
+
     Raises:
-        ConfigError: For a group without any spread.
+        ConfigError: For a group without any spread, or a probe that is the whole group.
     """
+    dynamic = options.dynamic_sampling
+    if dynamic is not None and (dynamic.probe or 0) >= sampling.completions:
+        raise ConfigError(
+            f"`data.rollout.dynamic_sampling.probe` expected fewer samples than `data.sampling.completions` "
+            f"({sampling.completions}), but got {dynamic.probe}: nothing would be left to save"
+        )
     greedy = {"temperature": sampling.temperature <= 0, "top_k": sampling.top_k == 1, "min_p": sampling.min_p == 1}
     for name in (name for name, is_greedy in greedy.items() if is_greedy):
         raise ConfigError(

@@ -99,9 +99,9 @@ def answered(
         domains: Domains that get an accuracy of their own.
     """
     asked = [(prompt, 0) for _, prompt in numbered]
-    greedy = sampler.scored_groups(asked, Sampling(0.0, max_tokens, 1))
+    greedy = sampler.whole_groups(asked, Sampling(0.0, max_tokens, 1))
     drawn = Sampling(how.temperature, max_tokens, how.completions)
-    sampled = sampler.scored_groups(asked, drawn) if how.completions else []
+    sampled = sampler.whole_groups(asked, drawn) if how.completions else []
     answers = [sampler.rewards.answers(group) for group in sampled]
     sampler.take_seconds()  # evaluation is no part of a step's time
     places, correct = [place for place, _ in numbered], sampler.rewards.correct

@@ -87,7 +87,7 @@ class RolloutDataModule(LightningDataModule):
         self.template, self.sampling, self.evaluation = template, sampling, evaluation
         self.prompts_per_rollout, self.num_updates, self.num_epochs = prompts_per_rollout, num_updates, num_epochs
         self.max_prompt_tokens, self.seed, self.checkpoint = max_prompt_tokens, seed, checkpoint
-        self.sampler = Sampler(engine, rewards, seed, rollout.engine_calls)
+        self.sampler = Sampler(engine, rewards, seed, rollout.engine_calls, rollout.dynamic_sampling)
         buffer = None if rollout.replay is None else ReplayBuffer(rollout.replay)
         self.asynchronous, self.queue = rollout.asynchronous, RolloutQueue(self.sampler, rollout.asynchronous)
         self.weights = WeightSync(self.queue, probe_tolerance)
@@ -100,7 +100,7 @@ class RolloutDataModule(LightningDataModule):
         self._rollout: Rollout | None = None
         self._update, self._rollouts, self._started = 0, 0, False
         self._before_step: tuple[int, dict[str, Any]] | None = None
-        check_sampling(sampling)
+        check_sampling(sampling, rollout)
         names = ["prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens"]
         names += ["evaluation.prompts_per_batch", "evaluation.completions"]
         check_counts({name: attrgetter(name)(self) for name in names})

@@ -190,7 +190,7 @@ class Collector:
         drawn = sum(len(c.token_ids) for group in groups for c in group.completions) + sum(got.dropped)
         self._tokens += int(ranks.sum(torch.tensor(drawn)))
         for i, group in got.groups.items():
-            worth[i] = self._is_worth_keeping(group)
+            worth[i] = self.dynamic is None or self.dynamic.shows_signal(group)
             right[i] = solve_rate(group)
         rates.merge(self._figures_of([(group, bool(worth[i])) for i, group in zip(mine, groups, strict=True)]))
         worth, right = ranks.sum(worth), ranks.sum(right)
@@ -203,6 +203,9 @@ class Collector:
 
     def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
         """Return the rates of groups just drawn, each with whether it is kept; the names are always the same."""
+        if self.dynamic is not None and (probe := self.dynamic.probe) is not None:
+            # Groups that showed no signal have no other samples: over all of them, the kept ones would weigh more.
+            groups = [(group.first(probe), kept) for group, kept in groups]
         rates = rollout_rates([group for group, _ in groups], self.reward_names, self.domains)
         if self.dynamic is not None:
             rates.add("exploration/accepted", torch.tensor([float(kept) for _, kept in groups]))
@@ -212,11 +215,6 @@ class Collector:
                 rates.add(f"length/{name}", torch.tensor(lengths))
                 rates.add(f"reward/correct_{name}", torch.tensor([solve_rate(group) for group in side]))
         return rates
-
-    def _is_worth_keeping(self, group: Group) -> bool:
-        if self.dynamic is None:
-            return True
-        return has_signal(group.correct if self.dynamic.signal == "correct" else group.rewards)
 
     def _replay(self, wanted: int, pool: _Pool, ranks: Ranks, version: int) -> int:
         """Put stored groups in the place of missing ones and of those without signal; store the new ones.

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.metrics.rollout import has_signal
+from grpo_lit.rollout import Group
 
 #: A larger factor is a mistake: where one prompt in a thousand has signal, the task is at fault.
 MOST_OVERSAMPLE = 1000.0
@@ -22,6 +24,10 @@ class DynamicSampling:
 
         prompts = missing * clip(asked / max(accepted, 1), oversample, 4 oversample)
 
+    With a ``probe``, prompts whose first samples show no signal get no more of them: most of what is thrown away
+    without it is never drawn. Prompts that are nearly always solved, or nearly never, are then kept less often
+    (R. Zhang et al., "SPEED-RL", https://arxiv.org/abs/2506.09016v2).
+
     ``oversample: 1, adapt: false`` asks exactly as many new prompts as groups are missing: active sampling (OLMo 3,
     https://arxiv.org/abs/2512.13961).
 
@@ -33,6 +39,8 @@ class DynamicSampling:
         max_age: Rollouts that a surplus group may wait for; 0 drops it at once. In optimizer steps, which is what
             ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
         signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
+        probe: Samples of a prompt that must show signal before the others are drawn; fewer than
+            ``data.sampling.completions``. What is logged of a rollout is then of these alone. ``null``: all are drawn.
 
     Raises:
         ConfigError: For a number out of range.
@@ -43,6 +51,7 @@ class DynamicSampling:
     max_rounds: int = 4
     max_age: int = 1
     signal: Literal["correct", "reward"] = "correct"
+    probe: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a setting under which a rollout could never be filled."""
@@ -55,6 +64,15 @@ class DynamicSampling:
             value = getattr(self, name)
             if value < bound:
                 raise ConfigError(f"`data.rollout.dynamic_sampling.{name}` expected to be >= {bound}, but got {value}")
+        if self.probe is not None and self.probe < 2:
+            raise ConfigError(
+                f"`data.rollout.dynamic_sampling.probe` expected at least 2 samples, which may differ, but got "
+                f"{self.probe}: use null for none"
+            )
+
+    def shows_signal(self, group: Group) -> bool:
+        """Return whether the samples of a group differ in what must differ."""
+        return has_signal(group.correct if self.signal == "correct" else group.rewards)
 
     def prompts(self, missing: int, asked: int, accepted: int) -> int:
         """Return how many prompts the next round of a rollout asks.

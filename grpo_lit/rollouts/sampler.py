@@ -4,10 +4,13 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 
 from grpo_lit.errors import EngineError
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Group, Prompt, Sampling, group_requests
+from grpo_lit.rollouts.dynamic import DynamicSampling
 from grpo_lit.rollouts.engine import Engine
 
 
@@ -20,19 +23,51 @@ class Sampler:
         seed: The run's seed.
         parts: Calls of the engine that the prompts are cut into. With several, the rewards of one are computed, in a
             thread, while the next is drawn.
+        dynamic: May ask for a probe of every prompt.
 
     Attributes:
         ended: Set from another thread to end :meth:`scored_groups` as soon as the group that is being scored is done.
     """
 
-    def __init__(self, engine: Engine, rewards: RewardCombination, seed: int, parts: int = 1) -> None:
-        self.engine, self.rewards, self.seed, self.parts = engine, rewards, seed, parts
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: RewardCombination,
+        seed: int,
+        parts: int = 1,
+        dynamic: DynamicSampling | None = None,
+    ) -> None:
+        self.engine, self.rewards, self.seed, self.parts, self.dynamic = engine, rewards, seed, parts, dynamic
         self.ended = threading.Event()
         #: Seconds of each phase since the last :meth:`take_seconds`.
         self._seconds = {"rollout": 0.0, "reward": 0.0, "reward_wait": 0.0}
 
     def scored_groups(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
-        """Return one scored group per (prompt, epoch), in order.
+        """Return one scored group per (prompt, epoch), in order, to train on.
+
+        Where dynamic sampling asks for a probe, a group that shows no signal in it has no further samples. The others
+        are what they would be without a probe, and are scored again as a whole.
+        """
+        probe = None if self.dynamic is None else self.dynamic.probe
+        if self.dynamic is None or probe is None:
+            return self.whole_groups(prompts, sampling)
+        groups = self.whole_groups(prompts, replace(sampling, completions=probe))
+        promising = [i for i, group in enumerate(groups) if self.dynamic.shows_signal(group)]
+        begun = [groups[i] for i in promising]
+        whole = self.whole_groups([prompts[i] for i in promising], sampling, begun)
+        for i, group in zip(promising, whole, strict=True):
+            groups[i] = group
+        return groups
+
+    def whole_groups(
+        self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling, begun: Sequence[Group] = ()
+    ) -> list[Group]:
+        """Return one scored group per (prompt, epoch), in order, with all samples.
+
+        Args:
+            prompts: Each with its epoch.
+            sampling: How completions are drawn.
+            begun: Equally many first samples of each prompt; empty: there are none.
 
         An error or Ctrl-C gets out as soon as the group that is being scored is done.
 
@@ -45,7 +80,7 @@ class Sampler:
         try:
             for start in range(0, len(prompts), size):
                 self._go_on()
-                drawn = self._drawn(prompts[start : start + size], sampling)
+                drawn = self._drawn(prompts[start : start + size], sampling, begun[start : start + size])
                 for part in pending:
                     if part.done():
                         part.result()  # a reward that failed meanwhile ends the rollout here
@@ -59,13 +94,14 @@ class Sampler:
         self._seconds["reward_wait"] += time.perf_counter() - waiting
         return groups
 
-    def _drawn(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
-        started, size = time.perf_counter(), sampling.completions
-        completions = self.engine.generate(group_requests(prompts, sampling, self.seed), sampling)
+    def _drawn(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling, begun: Sequence[Group]) -> list[Group]:
+        started, there = time.perf_counter(), len(begun[0].completions) if begun else 0
+        new = iter(self.engine.generate(group_requests(prompts, sampling, self.seed, there), sampling))
         self._seconds["rollout"] += time.perf_counter() - started
+        before = [group.completions for group in begun] or [()] * len(prompts)
         return [
-            Group(prompt, epoch, tuple(completions[i * size : (i + 1) * size]))
-            for i, (prompt, epoch) in enumerate(prompts)
+            Group(prompt, epoch, (*first, *islice(new, sampling.completions - there)))
+            for (prompt, epoch), first in zip(prompts, before, strict=True)
         ]
 
     def _go_on(self) -> None:

@@ -277,9 +277,38 @@ def test_state_holds_what_the_next_rollout_depends_on() -> None:
     assert copy.state_dict() == other.state_dict()
 
 
+def test_what_is_logged_beside_a_probe_is_of_its_samples_alone() -> None:
+    """Prompt n is right where n is odd, at every second sample; the even ones are always wrong and have two samples."""
+
+    class Probed(Scripted):
+        def _group(self, prompt: Prompt, epoch: int) -> Group:
+            size = 8 if self.signal(int(prompt.id)) else 2
+            samples = tuple(Completion((5, 2), (-1.0, -1.0), "x", "stop", self.version) for _ in range(size))
+            flags = [size == 8 and i % 2 == 0 for i in range(size)]
+            scores = [float(flag) for flag in flags]
+            return Group(prompt, epoch, samples, {"r": list(scores)}, list(scores), flags)
+
+    dynamic = DynamicSampling(oversample=1.0, probe=2)
+    made = Collector(RolloutQueue(Probed(lambda n: n % 2 == 1)), ["r"], dynamic)
+    got = made.collect(2, Prompts().take, SAMPLING, ALONE, 0)
+    assert [len(group.completions) for group in got.groups] == [8, 8]
+    values = got.rates.compute()
+    # Of every two prompts one is right half the time: 1/4, where all samples together would say (4 + 0) / (8 + 2).
+    assert values["reward/correct"] == values["reward/r"] == 0.25
+    assert values["exploration/zero_signal"] == values["exploration/solve_none"] == 0.5
+    assert got.tokens == 2 * 2 * (8 + 2)  # what was drawn, all of it
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{"oversample": 0.5}, {"oversample": float("inf")}, {"oversample": 1e308}, {"max_rounds": 0}, {"max_age": -1}],
+    [
+        {"oversample": 0.5},
+        {"oversample": float("inf")},
+        {"oversample": 1e308},
+        {"max_rounds": 0},
+        {"max_age": -1},
+        {"probe": 1},
+    ],
 )
 def test_settings_that_never_fill_a_rollout_are_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):

@@ -11,6 +11,7 @@ from grpo_lit.errors import EngineError, RewardError
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rollout import Completion, Prompt, Request, Sampling
+from grpo_lit.rollouts.dynamic import DynamicSampling
 from grpo_lit.rollouts.engine import Engine
 from grpo_lit.rollouts.sampler import Sampler
 
@@ -178,3 +179,36 @@ def test_no_prompts_cost_no_call() -> None:
         Sampler(drawn, RewardCombination({"n": WeightedReward(Lengths())}), seed=0).scored_groups([], Sampling()) == []
     )
     assert drawn.calls == []
+
+
+class FirstSampleOdd(Reward):
+    """Right where the prompt's number says so: 0 never, 1 always, 2 the first sample alone, 3 the last alone."""
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        right = {"1": lambda i: True, "2": lambda i: i == 0, "3": lambda i: i == 4}.get(prompt.id, lambda i: False)
+        return [float(right(i)) for i in range(len(completions))]
+
+
+def test_a_probe_spares_what_shows_no_signal_and_changes_nothing_else() -> None:
+    rewards = RewardCombination({"n": WeightedReward(FirstSampleOdd())})
+    whole = Sampler(engine(), rewards, seed=0).scored_groups(PROMPTS[:4], Sampling(completions=5))
+    probed = engine()
+    sampler = Sampler(probed, rewards, seed=0, dynamic=DynamicSampling(probe=2))
+    groups = sampler.scored_groups(PROMPTS[:4], Sampling(completions=5))
+    assert probed.calls == [4 * 2, 3]  # two samples of each, three more of the one that differs
+    assert [len(group.completions) for group in groups] == [2, 2, 5, 2]
+    assert groups[2] == whole[2]
+    assert [group.first(2) for group in groups] == [group.first(2) for group in whole]
+    assert groups[3].correct == [False, False]  # its signal would have come with the last sample
+    # Evaluation draws every sample.
+    assert [len(g.completions) for g in sampler.whole_groups(PROMPTS[:4], Sampling(completions=5))] == [5] * 4
+
+
+def test_without_any_signal_in_the_probe_nothing_more_is_asked() -> None:
+    probed = engine()
+    sampler = Sampler(
+        probed, RewardCombination({"n": WeightedReward(FirstSampleOdd())}), 0, 1, DynamicSampling(probe=2)
+    )
+    groups = sampler.scored_groups(PROMPTS[:2], Sampling(completions=5))
+    assert [len(group.completions) for group in groups] == [2, 2]
+    assert sum(probed.calls) == 4

@@ -207,15 +207,19 @@ def test_prompts_without_signal_are_passed_over(
     assert any(figures["exploration/passed_over"] > 0 for figures in steps.figures[3:])
 
 
+@pytest.mark.parametrize("probe", [None, 2])
 def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
-    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path
-) -> None:
+    make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path,
+    probe: int | None,
+) -> None:  # fmt: skip
     def build(max_steps: int, *callbacks: Callback) -> tuple[Any, Any, Trainer, Steps]:
         steps = Steps()
         gentle = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
         data = make_data(
             rollout=RolloutOptions(
-                DynamicSampling(oversample=2.0, max_rounds=1, max_age=2), Replay(max_uses=2), Curriculum(revisit=0.3)
+                DynamicSampling(oversample=2.0, max_rounds=1, max_age=2, probe=probe),
+                Replay(max_uses=2),
+                Curriculum(revisit=0.3),
             ),
             num_updates=2,
             train=Letters(12),
@@ -236,8 +240,7 @@ def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
         for one, other in zip(all_steps.figures[stop:], rest.figures, strict=True):
             # A rollout in progress logs nothing of how it was drawn a second time.
             same = {name for name in other if not name.startswith(("system/time", "system/memory", "val/"))}
-            assert {n: other[n] for n in same if "tokens_per_s" not in n} == {
-                n: one[n] for n in same if "tokens_per_s" not in n
-            }
+            there, here = ({n: part[n] for n in same if "tokens_per_s" not in n} for part in (one, other))
+            assert here == pytest.approx(there, rel=0, abs=0, nan_ok=True)
     assert any(figures.get("system/replay_share", 0) > 0 for figures in all_steps.figures)
-    assert any(figures.get("exploration/carried", 0) > 0 for figures in all_steps.figures)
+    assert probe or any(figures.get("exploration/carried", 0) > 0 for figures in all_steps.figures)
