@@ -17,11 +17,11 @@ from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
 from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
-from grpo_lit.rollouts import transformers, vllm
+from grpo_lit.rollouts import transformers, vllm, vllm_server
 from grpo_lit.versions import VERSIONS_FILE, note_versions
 
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
-PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm)
+PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm, vllm_server)
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
 
 

@@ -1,21 +1,27 @@
-"""Tensors handed from one process to another through memory that both see: no disk, no pickled tensors."""
+"""Tensors handed from one process to another through memory, or a folder, that both see: no pickled tensors."""
 
 import base64
 import dataclasses
 import os
 import pickle
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import safetensors.torch
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
+
+from grpo_lit.errors import EngineError
 
 #: Memory that the two processes share unless one tensor alone needs more [bytes].
 STAGE_BYTES = 256 * 2**20
 #: Tensors start at multiples of it, so that any dtype can be viewed in place [bytes].
 _ALIGNMENT = 64
+_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,71 @@ class CudaStage(Stage):
         torch.cuda.synchronize()
 
 
+class SharedFileStage(Stage):
+    """A stage in files of a folder that sender and receiver both see, for machines that share no memory.
+
+    Each filling is a safetensors file of its own, whole before it has its name, and deleted before the next is written:
+    the folder needs room for one of them.
+
+    Args:
+        dtype: Matrices are cast to it.
+        folder: Where the files go; made if absent.
+        stage_bytes: Most bytes of one file, unless one tensor alone needs more.
+    """
+
+    def __init__(self, dtype: torch.dtype, folder: Path, stage_bytes: int = STAGE_BYTES) -> None:
+        super().__init__(dtype, stage_bytes)
+        self.folder = folder
+        self._file: Path | None = None
+
+    def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
+        return torch.empty(size, dtype=torch.uint8), ""
+
+    def _finish_copies(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def _chunk(self, staged: list[StagedTensor]) -> Chunk:
+        self._finish_copies()
+        self._delete()
+        content = safetensors.torch.save({tensor.name: view for tensor, view in self._views(staged)})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(".part", "weights-", self.folder)
+            part = Path(name)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())  # another machine may read it
+                self._file = part.rename(part.with_suffix(_SUFFIX))
+            except BaseException:
+                part.unlink(missing_ok=True)  # no half file stays behind
+                raise
+        except OSError as error:
+            raise EngineError(
+                f"`transport_folder` expected room for {len(content) / 2**20:.1f} MiB of weights in {self.folder}, but "
+                f"got {error}: free some space, or name another folder that learner and servers both see"
+            ) from error
+        return Chunk(str(self._file), len(content), staged)
+
+    def _views(self, staged: list[StagedTensor]) -> Iterator[tuple[StagedTensor, Tensor]]:
+        for tensor in staged:
+            dtype = getattr(torch, tensor.dtype)
+            count = torch.Size(tensor.shape).numel() * dtype.itemsize
+            yield tensor, self._view(tensor.offset, count).view(dtype).view(tensor.shape)
+
+    def _delete(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def close(self) -> None:
+        """Delete the last file and give the memory back. Safe to call twice."""
+        super().close()
+        self._delete()
+
+
 def read_stage(chunk: Chunk, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a chunk, as views: valid until the sender fills the stage again.
 
@@ -179,6 +250,9 @@ def read_stage(chunk: Chunk, device: torch.device) -> Iterator[tuple[str, Tensor
         chunk: What the sender said of it.
         device: Of the receiver's model.
     """
+    if chunk.address.endswith(_SUFFIX):
+        yield from safetensors.torch.load_file(chunk.address, device=str(device)).items()
+        return
     # Opened anew for every chunk: an address may come back with other memory behind it.
     if chunk.address.startswith("/proc/"):
         memory = torch.from_file(chunk.address, shared=True, size=chunk.size, dtype=torch.uint8)

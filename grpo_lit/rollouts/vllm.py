@@ -1,7 +1,6 @@
 """VLLMEngine: sampling with vLLM in processes of its own on this machine, weights through shared memory."""
 
 import atexit
-import importlib.util
 import os
 import tempfile
 import time
@@ -19,8 +18,16 @@ from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
-from grpo_lit.rollouts.vllm_kept import kept_tokens, logprobs_to_ask
+from grpo_lit.rollouts.vllm_kept import kept_tokens
+from grpo_lit.rollouts.vllm_options import (
+    VLLMOptions,
+    check_installed,
+    check_lengths,
+    sampling_arguments,
+    score_arguments,
+)
 from grpo_lit.rollouts.vllm_process import (
+    LEARNER_PID,
     as_engine_error,
     call_while_alive,
     end_processes,
@@ -35,9 +42,6 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
 
 T = TypeVar("T")
-
-_GIB = 2**30
-_WORKER = "grpo_lit.rollouts.vllm_worker"  # a name, not an import: it needs vLLM
 
 
 class VLLMEngine(Engine):
@@ -76,9 +80,17 @@ class VLLMEngine(Engine):
         weight_transfer: Literal["shared_memory", "cuda_ipc"] = "shared_memory",
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self.dtype, self.max_num_seqs, self.gpu_memory_utilization = dtype, max_num_seqs, gpu_memory_utilization
-        self.cpu_kv_cache_gib, self.threads, self.enforce_eager = cpu_kv_cache_gib, threads, enforce_eager
-        self.tensor_parallel_size, self.weight_transfer, self.extra = tensor_parallel_size, weight_transfer, extra or {}
+        self.options = VLLMOptions(
+            dtype,
+            max_num_seqs,
+            gpu_memory_utilization,
+            cpu_kv_cache_gib,
+            threads,
+            enforce_eager,
+            tensor_parallel_size,
+            extra,
+        )
+        self.weight_transfer = weight_transfer
         self._llm: LLM | None = None
         self._stage: Stage | None = None
         self._model: EngineModel | None = None
@@ -87,14 +99,9 @@ class VLLMEngine(Engine):
 
     def start(self, model: EngineModel) -> None:
         """Start vLLM's processes with the model's own weights."""
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "`engine` expected vLLM to be installed for VLLMEngine, but got no module named 'vllm': on CUDA run "
-                "`pip install 'grpo-lit[vllm-cuda]'`, on CPU `bash scripts/setup`, or sample without vLLM with "
-                "`--config configs/engine/transformers.yaml`"
-            )
+        check_installed(type(self).__name__)
         on_cpu = not torch.cuda.is_available()
-        if self.weight_transfer == "cuda_ipc" and (on_cpu or self.tensor_parallel_size > 1):
+        if self.weight_transfer == "cuda_ipc" and (on_cpu or self.options.tensor_parallel_size > 1):
             raise ConfigError(
                 "`weight_transfer` expected shared_memory unless learner and engine share one CUDA device, but got "
                 "cuda_ipc: set it to shared_memory"
@@ -105,12 +112,14 @@ class VLLMEngine(Engine):
         self._model = model
         others = engine_processes()
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
-        with environment(self._variables(on_cpu)), interruptible():
+        variables = self.options.variables(on_cpu, self._sockets.name) | {LEARNER_PID: str(os.getpid())}
+        variables |= own_device(self.options.tensor_parallel_size)
+        with environment(variables), interruptible():
             from vllm import LLM
 
             try:
                 with as_engine_error("start"):
-                    self._llm = LLM(**self._arguments(model, on_cpu))
+                    self._llm = LLM(**self.options.arguments(model.path, model.max_length, on_cpu))
             finally:
                 self._processes = [process for process in engine_processes() if process not in others]
                 if self._llm is None:
@@ -125,58 +134,6 @@ class VLLMEngine(Engine):
     def weight_dtype(self) -> torch.dtype | None:
         """Precision of matrices on their way to vLLM; ``None`` before it has started."""
         return None if self._stage is None else self._stage.dtype
-
-    def _variables(self, on_cpu: bool) -> dict[str, str]:
-        variables = {
-            "GRPO_LIT_LEARNER_PID": str(os.getpid()),
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-            "VLLM_RPC_BASE_PATH": self._sockets.name if self._sockets else tempfile.gettempdir(),
-            "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked copy of a process with threads may hang
-            "PYTHONWARNINGS": "ignore",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        if on_cpu:
-            # Left alone, vLLM binds itself to all cores but one: that is one thread of two.
-            variables |= {
-                "OMP_NUM_THREADS": str(self.threads or torch.get_num_threads()),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            }
-        return variables | own_device(self.tensor_parallel_size)
-
-    def _arguments(self, model: EngineModel, on_cpu: bool) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "model": model.path,
-            "dtype": ("float32" if on_cpu else "bfloat16") if self.dtype == "auto" else self.dtype,
-            "max_model_len": model.max_length,
-            "max_num_seqs": self.max_num_seqs,
-            "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "logprobs_mode": "processed_logprobs",  # after temperature and top-k: what the tokens were drawn from
-            "max_logprobs": -1,  # as many as a top-k needs; no more are listed than a request asks for
-            "generation_config": "vllm",  # no top-p or repetition penalty from the model's generation_config.json
-            "weight_transfer_config": {"backend": "grpo_lit_stage"},
-            "worker_extension_cls": f"{_WORKER}.WorkerExtension",
-            "use_tqdm_on_load": False,
-            "seed": 0,
-        }
-        if on_cpu:
-            arguments |= {
-                "kv_cache_memory_bytes": int(self.cpu_kv_cache_gib * _GIB),
-                # A prompt split over two steps rewinds its request's random stream, which CPU generators cannot:
-                # vLLM 0.32 dies of it ("CPU Generator does not use offset").
-                "enable_chunked_prefill": False,
-                # The least that vLLM's CPU attention takes. Prefixes are shared in whole blocks, and a question is
-                # shorter than the default of 128: the completions of a group would each compute it again.
-                "block_size": 32,
-                "max_num_batched_tokens": max(4096, model.max_length),
-            }
-            if self.tensor_parallel_size == 1:
-                # vLLM's default on CPU, one more process for the model, costs a core: the engine spins while it waits.
-                arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-        else:
-            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
-        return arguments | self.extra
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every weight, forget cached prefixes, then take the version; a failure closes the engine."""
@@ -209,21 +166,7 @@ class VLLMEngine(Engine):
     def _parameters(self, seed: int, sampling: Sampling, vocabulary: int) -> "SamplingParams":
         from vllm import SamplingParams
 
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            logprobs=logprobs_to_ask(sampling, vocabulary),  # 0: of the emitted token alone
-            flat_logprobs=True,
-            # Only the model's own list counts, not the tokenizer's end-of-text token on top of it.
-            stop_token_ids=list(self._stops),
-            ignore_eos=True,
-            # vLLM would leave a stop token out of the text that is not special; see `_completion`.
-            detokenize=False,
-        )
+        return SamplingParams(**sampling_arguments(seed, sampling, vocabulary, self._stops), flat_logprobs=True)
 
     def _completion(self, output: "RequestOutput", sampling: Sampling, vocabulary: int) -> Completion:
         (drawn,) = output.outputs
@@ -239,7 +182,7 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
 
         self._check_lengths([len(token_ids)])
-        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        parameters = SamplingParams(**score_arguments())
         (output,) = self._run([tuple(token_ids)], [parameters])
         assert output.prompt_logprobs is not None
         # The first token has no log-prob. One is given for each other token, and one for the likeliest beside it.
@@ -257,13 +200,8 @@ class VLLMEngine(Engine):
             return call_while_alive(self._processes, function)
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
-        limit = self._model.max_length - 1 if self._model else 0
-        if self._llm is not None and not 0 < min(lengths) <= max(lengths) <= limit:
-            wrong = max(lengths) if max(lengths) > limit else min(lengths)
-            raise EngineError(
-                f"`prompt_ids` expected 1 to {limit} tokens (the engine's max_length less one), but got "
-                f"{wrong}: drop long prompts, or raise the length limits of the data"
-            )
+        if self._llm is not None and self._model is not None:
+            check_lengths(lengths, self._model.max_length)
 
     def close(self) -> None:
         """End vLLM's processes and free the shared memory."""

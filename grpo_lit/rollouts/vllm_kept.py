@@ -7,13 +7,52 @@ because an engine that is started with it refuses greedy and unlimited requests,
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Union
 
 from grpo_lit.errors import EngineError
 from grpo_lit.rollout import KeptTokens, Sampling
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
+
+#: What vLLM's servers write for -inf and NaN, which JSON has not [nats].
+_NOT_FINITE = -9999.0
+
+
+@dataclass
+class ListedLogprobs:
+    """Log-probs of a server's answer, laid out as vLLM's ``FlatLogprobs``.
+
+    Attributes:
+        start_indices: Of each step's first entry, the drawn token.
+        end_indices: Behind each step's last entry.
+        token_ids: At each step the drawn token, then the likeliest, the drawn one again among them.
+        logprobs: Of each of these [nats].
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, content: Iterable[dict[str, Any]]) -> "ListedLogprobs":
+        """Read ``choices[0].logprobs.content`` of ``/inference/v1/generate``.
+
+        The drawn token of a sound model is possible, so that one without a finite log-prob comes from NaN logits.
+        """
+        found = cls()
+        for step in content:
+            found.start_indices.append(len(found.token_ids))
+            found.token_ids.append(step["token_id"])
+            found.logprobs.append(math.nan if step["logprob"] == _NOT_FINITE else step["logprob"])
+            for listed in step["top_logprobs"]:
+                found.token_ids.append(listed["token_id"])
+                found.logprobs.append(-math.inf if listed["logprob"] == _NOT_FINITE else listed["logprob"])
+            found.end_indices.append(len(found.token_ids))
+        return found
 
 
 def logprobs_to_ask(sampling: Sampling, vocabulary: int) -> int:
@@ -26,7 +65,7 @@ def logprobs_to_ask(sampling: Sampling, vocabulary: int) -> int:
     return min(vocabulary, sampling.top_k + max(32, sampling.top_k // 2))
 
 
-def kept_tokens(found: "FlatLogprobs", vocabulary: int) -> KeptTokens:
+def kept_tokens(found: Union["FlatLogprobs", ListedLogprobs], vocabulary: int) -> KeptTokens:
     """Return the tokens that were possible at each step of a completion.
 
     Args:

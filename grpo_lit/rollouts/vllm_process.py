@@ -1,6 +1,7 @@
 """The surroundings of vLLM's processes: environment, devices, and an end for every one of them."""
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,18 @@ T = TypeVar("T")
 #: Variables of a launcher (torchrun, Lightning) that would make vLLM's workers join the learner's process group.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIX = "TORCHELASTIC_"
+#: Environment variable with the id of the process that vLLM's workers must not outlive.
+LEARNER_PID = "GRPO_LIT_LEARNER_PID"
 #: How long a process may take to end by itself before it is killed [s].
 _GRACE = 10.0
 #: How often a waiting call looks whether vLLM's processes live [s].
 _LOOK = 1.0
+
+
+def child_environment(changes: dict[str, str]) -> dict[str, str]:
+    """Return this process's environment for a child that runs vLLM: without the launcher's variables, and changed."""
+    kept = {n: v for n, v in os.environ.items() if n not in _LAUNCHER and not n.startswith(_LAUNCHER_PREFIX)}
+    return kept | changes
 
 
 @contextmanager
@@ -31,11 +40,10 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
     vLLM sets variables of its own while it starts (``LD_PRELOAD``, ``LOCAL_WORLD_SIZE``, thread counts); its processes
     get them, the learner and whatever else it starts later must not.
     """
-    before = dict(os.environ)
-    for name in before:
-        if name in _LAUNCHER or name.startswith(_LAUNCHER_PREFIX):
-            del os.environ[name]
-    os.environ.update(changes)
+    before, within = dict(os.environ), child_environment(changes)
+    for name in before.keys() - within.keys():
+        del os.environ[name]
+    os.environ.update(within)
     try:
         yield
     finally:
@@ -157,6 +165,15 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_end(pid: int) -> None:
+    """Return when a process has ended, which may be at once."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([descriptor], [], [])
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> None:

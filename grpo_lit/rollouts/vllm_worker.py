@@ -6,7 +6,6 @@ the learner, which may have no vLLM.
 """
 
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,15 +22,25 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from grpo_lit.rollouts.staging import Chunk, read_stage
+from grpo_lit.rollouts.vllm_process import LEARNER_PID, wait_for_end
 
 #: Name of the back end in ``WeightTransferConfig``.
 BACKEND = "grpo_lit_stage"
-#: Environment variable with the process id of the learner.
-LEARNER_PID = "GRPO_LIT_LEARNER_PID"
 
 
 class WorkerExtension:
-    """Nothing: naming it makes vLLM import this module in each worker."""
+    """What is added to vLLM's worker; naming it makes vLLM import this module."""
+
+    model_config: ModelConfig  # the worker's own
+
+    def grpo_lit_settings(self) -> dict[str, Any]:
+        """Return what a learner elsewhere must know of this worker, and check, before it asks for completions."""
+        return {
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": str(self.model_config.logprobs_mode),
+            "max_length": self.model_config.max_model_len,
+            "vocabulary": self.model_config.get_vocab_size(),
+        }
 
 
 @dataclass
@@ -74,7 +84,13 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StageUpdateInfo) -> None:
-        """Load one chunk."""
+        """Load one chunk.
+
+        Raises:
+            ValueError: It is empty: the learner gives up the update, and vLLM lets go of one only when it fails.
+        """
+        if not update_info.tensors:
+            raise ValueError("the learner gave up this weight update")
         chunk = Chunk.from_dict(update_info.address, update_info.size, update_info.tensors)
         self._received.update(tensor.name for tensor in chunk.tensors)
         # vLLM holds tensors back until their layer is complete, and the next chunk overwrites this one: copy.
@@ -148,8 +164,7 @@ def _end_with(learner: int) -> None:
     vLLM does not notice a learner that was killed: its engine would keep the memory and spin for ever.
     """
     parent = os.getppid()
-    descriptor = os.pidfd_open(learner)
-    select.select([descriptor], [], [])
+    wait_for_end(learner)
     if parent != learner and os.getppid() == parent:  # with several workers: vLLM's engine process lies between
         os.kill(parent, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,249 @@
+"""One vLLM server as the learner sees it: its address, the weights it holds, and what went wrong with it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from grpo_lit.errors import ConfigError, EngineError
+
+# One line for each request otherwise.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+_GENERATE = "/inference/v1/generate"
+#: Idle connections are kept for less long than the server keeps them, 5 s: it would close one just as it is used [s].
+_KEEP_ALIVE = 2.0
+#: How long a server that is out may take to say that it is back: every weight update waits for it [s].
+_BACK = 10.0
+#: What a version is called while some weights are new and some are not.
+INCOMPLETE = "incomplete"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the learner waits for servers, and how often it asks again.
+
+    Attributes:
+        start_s: Until a server answers at all [s].
+        request_s: Until a completion is there, time in the server's queue included [s].
+        sync_s: Until a server has taken one part of new weights, or has finished what it was sampling [s].
+        health_s: Between health checks, and until one is answered [s].
+        retries: How often a request is sent again to the same server, and a server looked for that does not answer.
+        backoff_s: Before the first retry [s]; doubled for each further one.
+
+    Raises:
+        ConfigError: A time is not positive, or ``retries`` is negative.
+    """
+
+    start_s: float = 600.0
+    request_s: float = 1800.0
+    sync_s: float = 600.0
+    health_s: float = 30.0
+    retries: int = 3
+    backoff_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse values that would never let a server answer."""
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name not in ("retries", "backoff_s")):
+                raise ConfigError(f"`patience.{name}` expected a positive number, but got {value}")
+
+    def pause_before(self, retry: int) -> float:
+        """Return how long to wait before a retry, counted from 0 [s]."""
+        return self.backoff_s * 2.0**retry
+
+
+class ServerError(Exception):
+    """A server did not do what it should; another one, or a later try, may.
+
+    Args:
+        message: What happened.
+        is_gone: Whether there was no answer at all: nobody listens, or the connection broke.
+        is_late: Whether the answer did not come in time.
+    """
+
+    def __init__(self, message: str, is_gone: bool = False, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_gone, self.is_late = is_gone, is_late
+
+
+class Server:
+    """Speaks vLLM's RL interfaces to one server. Everything but the constructor runs in one event loop.
+
+    Args:
+        url: Its address.
+        key: Shown with every request.
+        patience: How long to wait for it.
+        capacity: Most completions it is asked for at a time.
+        is_alive: Whether its process lives; of a server elsewhere nobody knows.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        patience: Patience,
+        capacity: int,
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.url, self.patience, self.capacity, self.is_alive = url.rstrip("/"), patience, capacity, is_alive
+        #: Version of the weights it has completely; ``None``: it is out, and asked for nothing.
+        self.version: int | None = None
+        #: Completions that wait for it.
+        self.load = 0
+        #: Requests that failed since one succeeded.
+        self.strikes = 0
+        self.last_error = "it was not asked yet"
+        self.recovering = asyncio.Lock()
+        self._slots = asyncio.Semaphore(capacity)
+        self._out = asyncio.Event()
+        # All but completions go over connections of their own: an update is not to fail because an idle one was closed.
+        self._client, self._sampling_client = (
+            httpx.AsyncClient(
+                base_url=self.url,
+                headers={"Authorization": f"Bearer {key}"},
+                limits=httpx.Limits(max_keepalive_connections=idle, keepalive_expiry=_KEEP_ALIVE),
+                trust_env=False,  # a proxy would see the key
+            )
+            for idle in (0, capacity)
+        )
+
+    def join(self, version: int) -> None:
+        """Take it in: it has these weights."""
+        self.version, self.strikes = version, 0
+        self._out.clear()
+
+    def leave(self, why: str) -> None:
+        """Take it out, and give up what it was asked for."""
+        self.version, self.last_error = None, why
+        self._out.set()
+
+    async def call(self, method: str, path: str, timeout: float, **content: Any) -> Any:
+        """Ask for anything, and return the answer read from JSON; ``None`` where it is empty.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: Route, query included.
+            timeout: Until the answer is there [s].
+            **content: ``json`` or ``params``.
+
+        Raises:
+            ServerError: No answer, or one that says that the server is in trouble.
+            EngineError: The server understood and refuses; asking again would not help.
+        """
+        client = self._sampling_client if path == _GENERATE else self._client
+        try:
+            response = await asyncio.wait_for(client.request(method, path, timeout=None, **content), timeout)
+        except TimeoutError:
+            raise ServerError(f"no answer to {path} within {timeout:g} s", is_late=True) from None
+        except httpx.HTTPError as error:
+            raise ServerError(f"{path}: {type(error).__name__}: {error}", is_gone=True) from error
+        status, text = response.status_code, response.text
+        if status == 401:
+            raise EngineError(
+                f"`api_key_variable` expected the variable to hold the key that {self.url} was started with, but it "
+                "refused the key (401): start server and learner with the same one"
+            )
+        if status >= 500 or status in (408, 429):
+            raise ServerError(f"{path}: status {status}: {text[:500]}")
+        if status >= 400:
+            raise EngineError(f"vLLM's server {self.url} refused {path} with status {status}: {text[:500]}")
+        try:
+            return response.json() if text else None
+        except ValueError:
+            raise ServerError(f"{path}: an answer that is no JSON: {text[:100]!r}") from None
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask for a completion, with at most ``capacity`` at a time, until the server is taken out.
+
+        Raises:
+            ServerError: No sound answer, or the server was taken out meanwhile.
+        """
+        answer = asyncio.ensure_future(self._generate(body))
+        out = asyncio.ensure_future(self._out.wait())
+        try:
+            await asyncio.wait({answer, out}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise ServerError(f"it was taken out: {self.last_error}")
+        finally:
+            answer.cancel()  # closes the connection, upon which vLLM aborts the request
+            out.cancel()
+
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._slots:
+            return await self.call("POST", _GENERATE, self.patience.request_s, json=body)
+
+    async def held_version(self) -> str:
+        """Return the version of its weights, as it says itself."""
+        return (await self.call("GET", "/weight_info", self.patience.health_s))["weight_version"]
+
+    async def check_health(self) -> None:
+        """Raise an error unless its engine lives."""
+        health_s = self.patience.health_s
+        await self.call("GET", "/health", health_s if self.version is not None else min(health_s, _BACK))
+
+    async def settings(self) -> dict[str, Any]:
+        """Return what ``WorkerExtension.grpo_lit_settings`` says of its workers.
+
+        Raises:
+            EngineError: It was not started with ``scripts/serve``.
+        """
+        try:
+            answer = await self.call(
+                "POST", "/collective_rpc", self.patience.health_s, json={"method": "grpo_lit_settings"}
+            )
+        except (ServerError, EngineError) as error:
+            raise EngineError(
+                f"`urls` expected servers that `scripts/serve` has started, but {self.url} does not know "
+                f"grpo_lit's worker: {error}"
+            ) from error
+        return answer["results"][0]
+
+    async def begin_update(self, pause: str) -> None:
+        """Stop sampling and prepare for new weights; from here on the server calls its weights incomplete."""
+        sync_s = self.patience.sync_s
+        await self.check_health()
+        self.version = None
+        await self.call("POST", "/pause", sync_s, params={"mode": pause})
+        await self.call("POST", "/update_weight_version", sync_s, json={"new_version": INCOMPLETE})
+        try:
+            await self.call("POST", "/start_weight_update", sync_s)
+        except ServerError:
+            await self.abandon_update()  # of a learner that ended in the middle of it
+            await self.call("POST", "/start_weight_update", sync_s)
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        """Take one part of the weights."""
+        await self.call("POST", "/update_weights", self.patience.sync_s, json={"update_info": update_info})
+
+    async def abandon_update(self) -> None:
+        """Let go of an unfinished update: vLLM does so when a part of it fails."""
+        try:
+            await self.update({"address": "", "size": 0, "tensors": []})
+        except ServerError as error:
+            if error.is_gone or error.is_late:
+                raise
+
+    async def finish_update(self, version: int) -> None:
+        """Take the version, forget cached prefixes, and sample again.
+
+        Raises:
+            ServerError: Weights are missing, prefixes could not be forgotten, or it says another version.
+        """
+        sync_s = self.patience.sync_s
+        await self.call("POST", "/finish_weight_update", sync_s, json={"weight_version": str(version)})
+        if not (await self.call("POST", "/reset_prefix_cache", sync_s))["success"]:
+            raise ServerError("it kept prefixes of the old weights in its cache: requests were still running")
+        await self.call("POST", "/resume", sync_s)
+        held = await self.held_version()
+        if held != str(version):
+            raise ServerError(f"it holds weights of version {held} after an update to {version}")
+        self.join(version)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+        await self._sampling_client.aclose()

@@ -1,0 +1,299 @@
+"""VLLMServerEngine: sampling with one or many vLLM servers, on this or other machines."""
+
+import atexit
+import os
+import secrets
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lit.errors import ConfigError, EngineError
+from grpo_lit.policy.checkpoint import load_tokenizer
+from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
+from grpo_lit.rollouts.background import BackgroundLoop
+from grpo_lit.rollouts.engine import Engine, EngineModel
+from grpo_lit.rollouts.serve import is_this_machine
+from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
+from grpo_lit.rollouts.server import Patience, Server
+from grpo_lit.rollouts.server_pool import ServerPool
+from grpo_lit.rollouts.server_process import ServerProcess, end_servers
+from grpo_lit.rollouts.staging import SharedFileStage, SharedMemoryStage, Stage
+from grpo_lit.rollouts.vllm_kept import ListedLogprobs, kept_tokens
+from grpo_lit.rollouts.vllm_options import (
+    VLLMOptions,
+    check_installed,
+    check_lengths,
+    sampling_arguments,
+    score_arguments,
+)
+
+
+class VLLMServerEngine(Engine):
+    """Samples with vLLM servers over HTTP: servers of its own on this machine, or others that `scripts/serve` started.
+
+    A server that fails is taken out and its requests go to the others; it is back with the next weight update. Seeds
+    make a completion the same whoever draws it. Under several ranks each has servers of its own: every n-th of `urls`.
+    `top_p` and `min_p` need a `top_k` beside them, as with VLLMEngine.
+
+    Args:
+        urls: Addresses of the servers, such as `http://10.0.0.2:8000`; `null`: start some on this machine, and end them
+            with the run.
+        servers: How many to start where `urls` is `null`.
+        api_key_variable: Environment variable with the key of the servers in `urls`; servers started here get a key of
+            their own.
+        options: How vLLM runs the model on servers started here; those in `urls` have their own from `scripts/serve`,
+            and of these only `max_num_seqs` counts: no server is sent more requests at a time.
+        transport: How weights reach the servers: `shared_memory` on this machine, `shared_file` through a folder that
+            learner and servers both see. Transfer between GPUs by NCCL is not built.
+        transport_folder: The folder of `shared_file`; it needs room for 256 MiB, or for the largest matrix.
+        pause: What a weight update does with completions in progress: `wait` for them, or `abort` them, whereupon they
+            are drawn anew with the new weights.
+        patience: How long to wait for a server, and how often to ask again.
+    """
+
+    kept_needs_top_k = True
+
+    def __init__(
+        self,
+        urls: list[str] | None = None,
+        servers: int = 1,
+        api_key_variable: str = KEY_VARIABLE,
+        options: VLLMOptions | None = None,
+        transport: Literal["shared_memory", "shared_file"] = "shared_memory",
+        transport_folder: Path | None = None,
+        pause: Literal["wait", "abort"] = "wait",
+        patience: Patience | None = None,
+    ) -> None:
+        self.urls, self.servers, self.api_key_variable = urls, servers, api_key_variable
+        self.options, self.patience = options or VLLMOptions(), patience or Patience()
+        self.transport, self.transport_folder, self.pause = transport, transport_folder, pause
+        self._check_arguments()
+        self._processes: list[ServerProcess] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._loop: BackgroundLoop | None = None
+        self._pool: ServerPool | None = None
+        self._stage: Stage | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._model: EngineModel | None = None
+        self._vocabulary = self._scored = 0
+
+    def _check_arguments(self) -> None:
+        if self.urls is not None and not self.urls:
+            raise ConfigError("`urls` expected at least one address, or null to start servers here, but got []")
+        if self.servers < 1:
+            raise ConfigError(f"`servers` expected at least 1, but got {self.servers}")
+        if (self.transport == "shared_file") != (self.transport_folder is not None):
+            raise ConfigError(
+                f"`transport_folder` expected a folder with `transport: shared_file` and none otherwise, but got "
+                f"{self.transport_folder} with {self.transport}: set both, or neither"
+            )
+        for url in self.urls or ():
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(f"`urls` expected addresses such as http://127.0.0.1:8000, but got {url!r}")
+            if self.transport == "shared_memory" and not is_this_machine(parts.hostname):
+                raise ConfigError(
+                    f"`transport` expected shared_file for a server on another machine, but got shared_memory with "
+                    f"{url}: name a folder that both see, or call this machine 127.0.0.1"
+                )
+
+    # ------------------------------------------------------------------ start and end
+
+    def start(self, model: EngineModel) -> None:
+        """Start servers where none are named, and wait until they answer."""
+        began = time.monotonic()
+        self._model, self._tokenizer = model, load_tokenizer(model.path)
+        atexit.register(_close, weakref.ref(self))
+        try:
+            key, urls = self._start_servers(model) if self.urls is None else (self._own_key(), self._own_urls())
+            alive = [process.is_alive for process in self._processes] or [lambda: True] * len(urls)
+            capacity = self.options.max_num_seqs
+            self._loop = BackgroundLoop()
+            self._pool = self._loop.run(_pool(urls, key, self.patience, capacity, alive))
+            self._take_settings(self._answers_of_start(self._pool), model)
+        except BaseException:
+            self.close()
+            raise
+        rank_zero_info(f"vLLM's servers answered after {time.monotonic() - began:.0f} s: {', '.join(urls)}")
+
+    def _start_servers(self, model: EngineModel) -> tuple[str, list[str]]:
+        check_installed(type(self).__name__)
+        rank_zero_info(f"{self.servers} vLLM server(s) are starting with {model.path} (about half a minute) ...")
+        key = secrets.token_urlsafe(32)
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
+        for index in range(self.servers):
+            log = Path(self._folder.name) / f"server{index}.log"
+            self._processes.append(ServerProcess(model.path, model.max_length, self.options, key, log))
+        return key, [process.url for process in self._processes]
+
+    def _own_key(self) -> str:
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise ConfigError(
+                f"`api_key_variable` expected the environment variable {self.api_key_variable} to hold the servers' "
+                "key, but got nothing: export what `scripts/serve` printed, or what it was started with"
+            )
+        return key
+
+    def _own_urls(self) -> list[str]:
+        """Return this rank's share: a server takes its weights from one learner."""
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ranks else (0, 1)
+        assert self.urls is not None
+        if len(self.urls) < size:
+            raise ConfigError(f"`urls` expected a server for each of {size} ranks, but got {len(self.urls)}")
+        return self.urls[rank::size]
+
+    def _answers_of_start(self, pool: ServerPool) -> list[dict[str, Any]]:
+        assert self._loop is not None
+        try:
+            return self._loop.run(pool.start())
+        except EngineError as error:
+            ended = [process for process in self._processes if not process.is_alive()]
+            words = "".join(f"\n{process.url} ended, and said last:\n{process.last_words()}" for process in ended)
+            raise EngineError(f"{error}{words}") from error
+
+    def _take_settings(self, settings: list[dict[str, Any]], model: EngineModel) -> None:
+        for server in settings:
+            if server["logprobs_mode"] != "processed_logprobs":
+                raise ConfigError(
+                    "`urls` expected servers whose logprobs_mode is processed_logprobs (after temperature and top-k), "
+                    f"but got {server['logprobs_mode']}: start them with scripts/serve"
+                )
+            if server["max_length"] < model.max_length:
+                raise ConfigError(
+                    f"`max_length` of scripts/serve expected at least {model.max_length} (data.max_prompt_tokens plus "
+                    f"data.sampling.max_tokens), but got {server['max_length']}: start the server again with more"
+                )
+        kinds = {(server["dtype"], server["vocabulary"]) for server in settings}
+        if len(kinds) > 1:
+            raise ConfigError(f"`urls` expected servers alike, but got dtype and vocabulary {sorted(kinds)}")
+        ((name, self._vocabulary),) = kinds
+        dtype = getattr(torch, name)
+        folder = self.transport_folder
+        self._stage = SharedMemoryStage(dtype) if folder is None else SharedFileStage(dtype, folder)
+
+    def close(self) -> None:
+        """Give up what is being sampled, and end the servers that were started here."""
+        self.weight_version = None
+        loop, self._loop = self._loop, None
+        pool, self._pool = self._pool, None
+        stage, self._stage = self._stage, None
+        processes, self._processes = self._processes, []
+        if loop is not None:
+            loop.close(_closed(pool))
+        if stage is not None:
+            stage.close()
+        end_servers(processes)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Precision of matrices on their way to the servers; ``None`` before they have started."""
+        return None if self._stage is None else self._stage.dtype
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every weight of all servers that take them; if none does, or the learner fails, the engine closes."""
+        loop, pool = self._started
+        stage = self._stage
+        assert stage is not None
+        self.weight_version = None
+        try:
+            loop.run(pool.begin_update(self.pause))
+            for chunk in stage.chunks(weights):
+                loop.run(pool.update(chunk.to_dict()))
+            loop.run(pool.finish_update(version))
+        except BaseException:
+            self.close()  # half the weights are new, and the servers say so: nothing may be sampled from that
+            raise
+        self.weight_version = version
+
+    # ------------------------------------------------------------------ completions
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Draw one completion per request, in order; see :class:`Engine`."""
+        loop, pool = self._started
+        if not requests:
+            return []
+        self.check_sampling(sampling)
+        prompts = [request.prompt_ids for request in requests]
+        self._check_prompts(prompts)
+        stops = self._model.stop_token_ids if self._model else ()
+        bodies = [
+            _body(request.prompt_ids, sampling_arguments(request.seed, sampling, self._vocabulary, stops))
+            for request in requests
+        ]
+        answers = loop.run(pool.answers(bodies, prompts))
+        return [self._completion(answer, sampling, stops) for answer in answers]
+
+    def _completion(self, answer: dict[str, Any], sampling: Sampling, stops: Sequence[int]) -> Completion:
+        (drawn,) = answer["choices"]
+        tokens, found = tuple(drawn["token_ids"]), ListedLogprobs.of(drawn["logprobs"]["content"] or ())
+        logprobs = tuple(found.logprobs[i] if sampling.temperature > 0 else 0.0 for i in found.start_indices)
+        kept = kept_tokens(found, self._vocabulary) if sampling.truncates else None
+        assert self._tokenizer is not None
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        reason: FinishReason = "stop" if tokens and tokens[-1] in stops else "length"
+        return Completion(tokens, logprobs, text, reason, self.weight_version or 0, kept)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats].
+
+        Each call asks the next server, so that the probe after a weight update gets round to all of them.
+        """
+        loop, pool = self._started
+        self._check_prompts([tuple(token_ids)])
+        self._scored += 1
+        answer = loop.run(pool.answer_of_next(_body(token_ids, score_arguments()), self._scored))
+        # The first token has no log-prob. One is given for each other token, and one for the likeliest beside it.
+        pairs = zip(answer["prompt_logprobs"][1:], token_ids[1:], strict=True)
+        return [found[str(token)]["logprob"] for found, token in pairs]
+
+    def _check_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        assert self._model is not None
+        check_lengths([len(prompt) for prompt in prompts], self._model.max_length)
+        highest = max(max(prompt) for prompt in prompts)
+        if highest >= self._vocabulary:
+            raise EngineError(
+                f"`prompt_ids` expected tokens below {self._vocabulary}, the servers' vocabulary, but got {highest}: "
+                "learner and servers must have the same model"
+            )
+
+    @property
+    def _started(self) -> tuple[BackgroundLoop, ServerPool]:
+        if self._loop is None or self._pool is None:
+            raise EngineError("the engine expected `start` before anything else, but it is not started")
+        return self._loop, self._pool
+
+
+async def _pool(urls: Sequence[str], key: str, patience: Patience, capacity: int, alive: Sequence[Any]) -> ServerPool:
+    """Make the servers in the loop that will use them."""
+    servers = [Server(url, key, patience, capacity, lives) for url, lives in zip(urls, alive, strict=True)]
+    return ServerPool(servers, patience)
+
+
+async def _closed(pool: ServerPool | None) -> None:
+    if pool is not None:
+        await pool.close()
+
+
+def _body(token_ids: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    return {"token_ids": list(token_ids), "sampling_params": sampling}
+
+
+def _close(engine: "weakref.ref[VLLMServerEngine]") -> None:
+    alive = engine()
+    if alive is not None:
+        alive.close()
