@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
@@ -19,6 +21,12 @@ _KEEP_ALIVE = 2.0
 _BACK = 10.0
 #: What a version is called while some weights are new and some are not.
 INCOMPLETE = "incomplete"
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return the certificates that this machine trusts; reading them takes a while."""
+    return ssl.create_default_context()
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class Server:
                 headers={"Authorization": f"Bearer {key}"},
                 limits=httpx.Limits(max_keepalive_connections=idle, keepalive_expiry=_KEEP_ALIVE),
                 trust_env=False,  # a proxy would see the key
+                verify=_certificates(),
             )
             for idle in (0, capacity)
         )

@@ -1,7 +1,10 @@
 """A server that speaks vLLM's RL interfaces without vLLM, and fails as it is told."""
 
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,13 +30,17 @@ class FakeVLLM:
 
     Args:
         deed: Told the body of each generation and how many came before; returns what happens instead of an answer:
-            ``die``, ``hang``, ``abort``, ``stale``, an HTTP status, or ``None``.
+            ``die``, ``drop`` (the connection), ``freeze`` (every route), ``hang``, ``slow``, ``abort``, ``stale``, an
+            HTTP status, or ``None``.
         fails_at: Routes that answer with status 500.
         port: To listen at; 0: any.
     """
 
     def __init__(
-        self, deed: Callable[[dict[str, Any], int], Deed] = lambda body, count: None, fails_at: tuple = (), port: int = 0
+        self,
+        deed: Callable[[dict[str, Any], int], Deed] = lambda body, count: None,
+        fails_at: tuple = (),
+        port: int = 0,
     ) -> None:
         self.deed, self.fails_at = deed, set(fails_at)
         self.settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_length": 64}
@@ -45,6 +52,7 @@ class FakeVLLM:
         self.weights: dict[str, torch.Tensor] = {}
         self.most_at_once = self._at_once = 0
         self._lock, self.released = threading.Lock(), threading.Event()
+        self.is_frozen = False
         self._connections: set[Any] = set()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self._http.daemon_threads = True
@@ -69,12 +77,18 @@ class FakeVLLM:
                 if path != "/health" and self.headers.get("authorization") != f"Bearer {fake.key}":
                     status, answer = 401, {"error": "Unauthorized"}
                 else:
-                    status, answer = fake.answer(path, body)
+                    try:
+                        status, answer = fake.answer(path, body)
+                    except ConnectionAbortedError:
+                        self.connection.shutdown(socket.SHUT_RDWR)
+                        self.close_connection = True
+                        return
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content)
+                with contextlib.suppress(OSError):  # whoever asked has given up
+                    self.wfile.write(content)
 
             do_POST = do_GET
 
@@ -85,6 +99,8 @@ class FakeVLLM:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         name = path.strip("/")
+        if self.is_frozen:
+            self.released.wait(30)
         if name not in ("health", "weight_info"):
             self.calls.append(name)
         if name in self.fails_at:
@@ -125,8 +141,13 @@ class FakeVLLM:
         try:
             if deed == "die":
                 self.die()
-            if deed == "hang":
+            if deed == "drop":
+                raise ConnectionAbortedError
+            self.is_frozen |= deed == "freeze"
+            if deed in ("hang", "freeze"):
                 self.released.wait(30)
+            if deed == "slow":
+                time.sleep(0.05)
             if isinstance(deed, int):
                 return deed, {"error": f"status {deed} as told"}
             return 200, self._sampled(body, deed)
@@ -137,7 +158,7 @@ class FakeVLLM:
         sampling = body["sampling_params"]
         tokens = tokens_of(body["token_ids"], sampling.get("seed", 0), sampling["max_tokens"])
         version = "stale" if deed == "stale" else self.version
-        if deed is None:
+        if deed != "hang":
             self.answered.append(body)
         choice = {
             "token_ids": tokens,
@@ -150,10 +171,11 @@ class FakeVLLM:
 
     def die(self) -> None:
         """Close the port and every connection, as a killed process does."""
-        self._http.socket.close()
+        self._http.shutdown()
+        self._http.server_close()
         for connection in self._connections:
             try:
-                connection.shutdown(2)
+                connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
         self.released.set()

@@ -1,6 +1,8 @@
 """What goes into the stage comes out on the other side, in another process too, and nothing stays behind."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lit.rollouts.staging import Chunk, CudaStage, SharedMemoryStage, read_stage
+from grpo_lit.errors import EngineError
+from grpo_lit.rollouts.staging import Chunk, CudaStage, SharedFileStage, SharedMemoryStage, Stage, read_stage
 
 MATRIX = torch.arange(12.0).view(3, 4) / 3  # thirds: not exact in bfloat16
 VECTOR = torch.arange(5.0) / 3
@@ -28,7 +31,7 @@ def stage():
     stage.close()
 
 
-def received(stage: SharedMemoryStage, weights: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def received(stage: Stage, weights: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [
         {name: tensor.clone() for name, tensor in read_stage(Chunk.from_dict(**chunk.to_dict()), torch.device("cpu"))}
         for chunk in stage.chunks(weights.items())
@@ -126,3 +129,35 @@ def test_memory_is_gone_with_its_last_user():
     assert torch.equal(arrived["matrix"], MATRIX)  # the reader's own mapping
     del arrived
     assert mappings() == before
+
+
+def test_weights_arrive_through_a_folder_and_only_one_file_lies_there(tmp_path):
+    folder = tmp_path / "made" / "on demand"
+    stage = SharedFileStage(torch.bfloat16, folder, stage_bytes=40)
+    weights = {"matrix": MATRIX, "vector": VECTOR, "transposed": MATRIX.T}
+    arrived, files = {}, []
+    for chunk in stage.chunks(weights.items()):
+        sent = Chunk.from_dict(**json.loads(json.dumps(chunk.to_dict())))
+        arrived |= dict(read_stage(sent, torch.device("cpu")))
+        files.append(os.listdir(folder))
+    assert [len(names) for names in files] == [1] * len(files)
+    assert len(files) == 3  # 24, 20 and 24 bytes
+    assert all(name.endswith(".safetensors") for names in files for name in names)
+    assert torch.equal(arrived["matrix"], MATRIX.to(torch.bfloat16))
+    assert torch.equal(arrived["transposed"], MATRIX.T.to(torch.bfloat16))
+    assert torch.equal(arrived["vector"], VECTOR)
+    stage.close()
+    stage.close()
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "mkdir"])
+def test_a_full_disk_is_named_and_keeps_no_half_file(tmp_path, monkeypatch, call):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*{"fsync": (os, "fsync"), "mkdir": (Path, "mkdir")}[call], full)
+    stage = SharedFileStage(torch.float32, tmp_path)
+    with pytest.raises(EngineError, match=r"`transport_folder` expected room for .* MiB .*No space left on device"):
+        received(stage, {"matrix": MATRIX})
+    assert os.listdir(tmp_path) == []

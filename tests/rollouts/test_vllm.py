@@ -433,16 +433,3 @@ def test_an_engine_that_is_not_started_says_so_and_closes():
         engine.load_weights([], 0)
     engine.close()
     engine.close()
-
-
-def test_arguments_for_cpu_and_cuda():
-    model = EngineModel("folder", (2,), 300)
-    engine = VLLMEngine(cpu_kv_cache_gib=0.5, extra={"seed": 4})
-    cpu, cuda = engine._arguments(model, on_cpu=True), engine._arguments(model, on_cpu=False)
-    assert (cpu["dtype"], cuda["dtype"]) == ("float32", "bfloat16")
-    assert (cpu["enforce_eager"], cuda["enforce_eager"]) == (True, False)
-    assert cpu["kv_cache_memory_bytes"] == 2**29
-    assert cuda["gpu_memory_utilization"] == 0.4
-    assert cpu["max_model_len"] == cuda["max_model_len"] == 300
-    assert cpu["seed"] == cuda["seed"] == 4  # extra wins
-    assert "enable_chunked_prefill" not in cuda

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_lit.errors import EngineError
 from grpo_lit.rollout import Sampling
-from grpo_lit.rollouts.vllm_kept import kept_tokens, logprobs_to_ask
+from grpo_lit.rollouts.vllm_kept import ListedLogprobs, kept_tokens, logprobs_to_ask
 
 NEVER = -math.inf
 
@@ -57,3 +57,28 @@ def test_more_are_listed_than_top_k_and_none_where_all_are_possible(
     sampling: Sampling, vocabulary: int, expected: int
 ) -> None:
     assert logprobs_to_ask(sampling, vocabulary) == expected
+
+
+def step(drawn: int, *listed: tuple[int, float]) -> dict:
+    """One step as a server writes it: the drawn token first, at its own place no more, and -9999 for -inf and NaN."""
+    found = [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in listed]
+    return {"token_id": drawn, "logprob": dict(listed)[drawn], "top_logprobs": found}
+
+
+def test_a_servers_answer_says_the_same_as_vllm_in_this_process() -> None:
+    found = ListedLogprobs.of([step(9, (9, -1.5), (4, -0.3), (6, -9999.0)), step(2, (2, 0.0), (1, -9999.0))])
+    assert [found.logprobs[i] for i in found.start_indices] == [-1.5, 0.0]
+    assert kept_tokens(found, vocabulary=1000).steps() == [(4, 9), (2,)]
+
+
+def test_a_servers_list_that_may_have_been_cut_is_refused_and_the_whole_vocabulary_is_not() -> None:
+    found = ListedLogprobs.of([step(9, (9, -1.5), (4, -0.3))])
+    with pytest.raises(EngineError, match=r"`data\.sampling\.top_k` expected at most 2 "):
+        kept_tokens(found, vocabulary=1000)
+    whole = ListedLogprobs.of([step(1, (1, -0.5), (0, -0.9))])
+    assert kept_tokens(whole, vocabulary=2).steps() == [(0, 1)]
+
+
+def test_field_bug_f9_a_logprob_that_was_not_a_number_is_none_again() -> None:
+    found = ListedLogprobs.of([step(9, (9, -9999.0))])
+    assert math.isnan(found.logprobs[0])

@@ -21,6 +21,7 @@ from grpo_lit.rollouts.vllm_process import (
     environment,
     interruptible,
     own_device,
+    wait_for_end,
 )
 
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -136,6 +137,13 @@ def test_the_engine_of_another_rank_is_not_ours():
     finally:
         engine.kill()
         rank.wait()
+
+
+def test_the_end_of_a_process_is_waited_for_and_may_be_long_past():
+    child = subprocess.Popen(["sleep", "0.2"])
+    wait_for_end(child.pid)
+    assert child.wait(0.5) == 0
+    wait_for_end(child.pid)
 
 
 @pytest.fixture
