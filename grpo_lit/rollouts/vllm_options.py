@@ -108,7 +108,7 @@ class VLLMOptions:
 
 def flags(arguments: dict[str, Any]) -> list[str]:
     """Return arguments of ``vllm.LLM`` as command-line words of ``vllm serve``; the model is the first of them."""
-    words = []
+    words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if name == "model":

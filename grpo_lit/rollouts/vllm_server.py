@@ -244,7 +244,7 @@ class VLLMServerEngine(Engine):
         logprobs = tuple(found.logprobs[i] if sampling.temperature > 0 else 0.0 for i in found.start_indices)
         kept = kept_tokens(found, self._vocabulary) if sampling.truncates else None
         assert self._tokenizer is not None
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
         reason: FinishReason = "stop" if tokens and tokens[-1] in stops else "length"
         return Completion(tokens, logprobs, text, reason, self.weight_version or 0, kept)
 
