@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 
 from grpo_lit.errors import ConfigError, EngineError
+from grpo_lit.rollouts.server_process import ServerProcess
 
 # One line for each request otherwise.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -85,7 +85,7 @@ class Server:
         key: Shown with every request.
         patience: How long to wait for it.
         capacity: Most completions it is asked for at a time.
-        is_alive: Whether its process lives; of a server elsewhere nobody knows.
+        process: Its process, where the learner has started it.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Server:
         key: str,
         patience: Patience,
         capacity: int,
-        is_alive: Callable[[], bool] = lambda: True,
+        process: ServerProcess | None = None,
     ) -> None:
-        self.url, self.patience, self.capacity, self.is_alive = url.rstrip("/"), patience, capacity, is_alive
+        self.url, self.patience, self.capacity = url.rstrip("/"), patience, capacity
         #: Version of the weights it has completely; ``None``: it is out, and asked for nothing.
         self.version: int | None = None
         #: Completions that wait for it.
@@ -105,6 +105,7 @@ class Server:
         self.strikes = 0
         self.last_error = "it was not asked yet"
         self.recovering = asyncio.Lock()
+        self._process = process
         self._slots = asyncio.Semaphore(capacity)
         self._out = asyncio.Event()
         # All but completions go over connections of their own: an update is not to fail because an idle one was closed.
@@ -124,8 +125,15 @@ class Server:
         self.version, self.strikes = version, 0
         self._out.clear()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs, as far as anybody here can know."""
+        return self._process is None or self._process.is_alive()
+
     def leave(self, why: str) -> None:
         """Take it out, and give up what it was asked for."""
+        if self._process is not None and not self._process.is_alive():
+            why = f"{why}; its process has ended, and said last:\n{self._process.last_words()}"
         self.version, self.last_error = None, why
         self._out.set()
 

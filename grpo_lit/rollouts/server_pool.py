@@ -74,7 +74,8 @@ class ServerPool:
                 return await server.settings()
             except ServerError as error:
                 server.last_error = str(error)
-            if not server.is_alive() or loop.time() > until:
+            if not server.is_alive or loop.time() > until:
+                server.leave(server.last_error)
                 return None
             await asyncio.sleep(_LOOK)
 
@@ -255,7 +256,7 @@ class ServerPool:
     async def _comes_back(self, server: Server) -> bool:
         """Look for a server that broke a connection, with growing pauses; its weights must still be the same."""
         for retry in range(self.patience.retries + 1):
-            if not server.is_alive():
+            if not server.is_alive:
                 return False
             try:
                 return await server.held_version() == str(server.version)
@@ -268,7 +269,10 @@ class ServerPool:
     def _take_out(self, server: Server, why: str) -> None:
         server.leave(why)
         self._room.set()
-        warnings.warn(f"vLLM's server {server.url} is out until the next weight update: {why}", stacklevel=2)
+        warnings.warn(
+            f"vLLM's server {server.url} is out, and tried again with the next weights: {server.last_error}",
+            stacklevel=2,
+        )
 
     def _none_left(self, doing: str) -> EngineError:
         errors = "".join(f"\n  {server.url}: {server.last_error}" for server in self.servers)

@@ -56,7 +56,7 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Return the end of its output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LINES:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LINES:]) or "(nothing)"
 
     def ask_to_end(self) -> list[psutil.Process]:
         """Ask it to end, and return all of its processes."""

@@ -40,6 +40,11 @@ class StagedTensor:
     shape: list[int]
     offset: int
 
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -54,6 +59,11 @@ class Chunk:
     address: str
     size: int
     tensors: list[StagedTensor]
+
+    @property
+    def used(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.size for tensor in self.tensors)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain types."""
@@ -228,9 +238,8 @@ class SharedFileStage(Stage):
 
     def _views(self, staged: list[StagedTensor]) -> Iterator[tuple[StagedTensor, Tensor]]:
         for tensor in staged:
-            dtype = getattr(torch, tensor.dtype)
-            count = torch.Size(tensor.shape).numel() * dtype.itemsize
-            yield tensor, self._view(tensor.offset, count).view(dtype).view(tensor.shape)
+            memory = self._view(tensor.offset, tensor.size)
+            yield tensor, memory.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
     def _delete(self) -> None:
         if self._file is not None:
@@ -261,6 +270,5 @@ def read_stage(chunk: Chunk, device: torch.device) -> Iterator[tuple[str, Tensor
         # Element 6 is the device's index as the sender counts devices.
         memory = rebuild(*arguments[:6], device.index or 0, *arguments[7:])
     for staged in chunk.tensors:
-        dtype = getattr(torch, staged.dtype)
-        count = torch.Size(staged.shape).numel() * dtype.itemsize
-        yield staged.name, memory[staged.offset : staged.offset + count].view(dtype).view(staged.shape)
+        part = memory[staged.offset : staged.offset + staged.size]
+        yield staged.name, part.view(getattr(torch, staged.dtype)).view(staged.shape)

@@ -47,7 +47,8 @@ class VLLMServerEngine(Engine):
     Args:
         urls: Addresses of the servers, such as `http://10.0.0.2:8000`; `null`: start some on this machine, and end them
             with the run.
-        servers: How many to start where `urls` is `null`.
+        servers: How many to start where `urls` is `null`; on CUDA they share this rank's device and its memory, so that
+            servers on devices of their own are better started with `scripts/serve`.
         api_key_variable: Environment variable with the key of the servers in `urls`; servers started here get a key of
             their own.
         options: How vLLM runs the model on servers started here; those in `urls` have their own from `scripts/serve`,
@@ -85,6 +86,7 @@ class VLLMServerEngine(Engine):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._model: EngineModel | None = None
         self._vocabulary = self._scored = 0
+        self._has_sent = False
 
     def _check_arguments(self) -> None:
         if self.urls is not None and not self.urls:
@@ -115,11 +117,9 @@ class VLLMServerEngine(Engine):
         atexit.register(_close, weakref.ref(self))
         try:
             key, urls = self._start_servers(model) if self.urls is None else (self._own_key(), self._own_urls())
-            alive = [process.is_alive for process in self._processes] or [lambda: True] * len(urls)
-            capacity = self.options.max_num_seqs
             self._loop = BackgroundLoop()
-            self._pool = self._loop.run(_pool(urls, key, self.patience, capacity, alive))
-            self._take_settings(self._answers_of_start(self._pool), model)
+            self._pool = self._loop.run(self._made_pool(urls, key))
+            self._take_settings(self._loop.run(self._pool.start()), model)
         except BaseException:
             self.close()
             raise
@@ -153,14 +153,13 @@ class VLLMServerEngine(Engine):
             raise ConfigError(f"`urls` expected a server for each of {size} ranks, but got {len(self.urls)}")
         return self.urls[rank::size]
 
-    def _answers_of_start(self, pool: ServerPool) -> list[dict[str, Any]]:
-        assert self._loop is not None
-        try:
-            return self._loop.run(pool.start())
-        except EngineError as error:
-            ended = [process for process in self._processes if not process.is_alive()]
-            words = "".join(f"\n{process.url} ended, and said last:\n{process.last_words()}" for process in ended)
-            raise EngineError(f"{error}{words}") from error
+    async def _made_pool(self, urls: Sequence[str], key: str) -> ServerPool:
+        """Make the servers in the loop that will use them."""
+        processes = self._processes or [None] * len(urls)
+        capacity = self.options.max_num_seqs
+        pairs = zip(urls, processes, strict=True)
+        servers = [Server(url, key, self.patience, capacity, process) for url, process in pairs]
+        return ServerPool(servers, self.patience)
 
     def _take_settings(self, settings: list[dict[str, Any]], model: EngineModel) -> None:
         for server in settings:
@@ -209,16 +208,21 @@ class VLLMServerEngine(Engine):
         loop, pool = self._started
         stage = self._stage
         assert stage is not None
-        self.weight_version = None
+        self.weight_version, began, sent = None, time.monotonic(), 0
         try:
             loop.run(pool.begin_update(self.pause))
             for chunk in stage.chunks(weights):
+                sent += chunk.used
                 loop.run(pool.update(chunk.to_dict()))
             loop.run(pool.finish_update(version))
         except BaseException:
             self.close()  # half the weights are new, and the servers say so: nothing may be sampled from that
             raise
         self.weight_version = version
+        if not self._has_sent:
+            self._has_sent, seconds = True, time.monotonic() - began
+            reached = f"{len(pool.members)} of {len(pool.servers)} vLLM servers"
+            rank_zero_info(f"{sent / 2**20:.1f} MiB of weights reached {reached} in {seconds:.1f} s")
 
     # ------------------------------------------------------------------ completions
 
@@ -276,12 +280,6 @@ class VLLMServerEngine(Engine):
         if self._loop is None or self._pool is None:
             raise EngineError("the engine expected `start` before anything else, but it is not started")
         return self._loop, self._pool
-
-
-async def _pool(urls: Sequence[str], key: str, patience: Patience, capacity: int, alive: Sequence[Any]) -> ServerPool:
-    """Make the servers in the loop that will use them."""
-    servers = [Server(url, key, patience, capacity, lives) for url, lives in zip(urls, alive, strict=True)]
-    return ServerPool(servers, patience)
 
 
 async def _closed(pool: ServerPool | None) -> None:
