@@ -63,6 +63,10 @@ class Patience:
         return self.backoff_s * 2.0**retry
 
 
+class KeyRefusedError(EngineError):
+    """The key is not the server's."""
+
+
 class ServerError(Exception):
     """A server did not do what it should; another one, or a later try, may.
 
@@ -98,7 +102,7 @@ class Server:
     ) -> None:
         self.url, self.patience, self.capacity = url.rstrip("/"), patience, capacity
         #: Version of the weights it has completely; ``None``: it is out, and asked for nothing.
-        self.version: int | None = None
+        self.version: str | None = None
         #: Completions that wait for it.
         self.load = 0
         #: Requests that failed since one succeeded.
@@ -120,7 +124,7 @@ class Server:
             for idle in (0, capacity)
         )
 
-    def join(self, version: int) -> None:
+    def join(self, version: str) -> None:
         """Take it in: it has these weights."""
         self.version, self.strikes = version, 0
         self._out.clear()
@@ -159,7 +163,7 @@ class Server:
             raise ServerError(f"{path}: {type(error).__name__}: {error}", is_gone=True) from error
         status, text = response.status_code, response.text
         if status == 401:
-            raise EngineError(
+            raise KeyRefusedError(
                 f"`api_key_variable` expected the variable to hold the key that {self.url} was started with, but it "
                 "refused the key (401): start server and learner with the same one"
             )
@@ -206,13 +210,18 @@ class Server:
         """Return what ``WorkerExtension.grpo_lit_settings`` says of its workers.
 
         Raises:
-            EngineError: It was not started with ``scripts/serve``.
+            EngineError: It was not started with ``scripts/serve``, or with another key.
+            ServerError: It does not answer yet.
         """
         try:
             answer = await self.call(
                 "POST", "/collective_rpc", self.patience.health_s, json={"method": "grpo_lit_settings"}
             )
+        except KeyRefusedError:
+            raise
         except (ServerError, EngineError) as error:
+            if isinstance(error, ServerError) and (error.is_gone or error.is_late):
+                raise
             raise EngineError(
                 f"`urls` expected servers that `scripts/serve` has started, but {self.url} does not know "
                 f"grpo_lit's worker: {error}"
@@ -244,19 +253,19 @@ class Server:
             if error.is_gone or error.is_late:
                 raise
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_update(self, version: str) -> None:
         """Take the version, forget cached prefixes, and sample again.
 
         Raises:
             ServerError: Weights are missing, prefixes could not be forgotten, or it says another version.
         """
         sync_s = self.patience.sync_s
-        await self.call("POST", "/finish_weight_update", sync_s, json={"weight_version": str(version)})
+        await self.call("POST", "/finish_weight_update", sync_s, json={"weight_version": version})
         if not (await self.call("POST", "/reset_prefix_cache", sync_s))["success"]:
             raise ServerError("it kept prefixes of the old weights in its cache: requests were still running")
         await self.call("POST", "/resume", sync_s)
         held = await self.held_version()
-        if held != str(version):
+        if held != version:
             raise ServerError(f"it holds weights of version {held} after an update to {version}")
         self.join(version)
 

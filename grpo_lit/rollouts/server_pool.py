@@ -1,6 +1,7 @@
 """Several servers as one: who is asked, who is asked again, and who is asked no more."""
 
 import asyncio
+import secrets
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Sequence
@@ -45,6 +46,8 @@ class ServerPool:
         self.servers, self.patience = list(servers), patience
         self._updating: list[Server] = []
         self._room = asyncio.Event()
+        #: Part of every version: the same step of another run is another version.
+        self._owner = secrets.token_hex(4)
 
     @property
     def members(self) -> list[Server]:
@@ -90,7 +93,7 @@ class ServerPool:
 
     async def finish_update(self, version: int) -> None:
         """Take in the servers that have all of the weights."""
-        await self._each(lambda server: server.finish_update(version))
+        await self._each(lambda server: server.finish_update(f"{version}-{self._owner}"))
 
     async def _each(self, step: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         """Do one step of an update on every server that is still part of it.
@@ -198,7 +201,7 @@ class ServerPool:
         (choice,) = answer["choices"]
         if choice["finish_reason"] == "abort":
             raise ServerError("it aborted a request")
-        others = {span["version"] for span in choice["weight_versions"] or []} - {str(version)}
+        others = {span["version"] for span in choice["weight_versions"] or []} - {version}
         if others:
             self._take_out(server, f"it sampled with weights of version {min(others)} instead of {version}")
             raise ServerError(server.last_error)
@@ -237,7 +240,7 @@ class ServerPool:
         except EngineError as error:  # started anew, with another key
             self._take_out(server, str(error))
             return
-        if held != str(server.version):
+        if held != server.version:
             self._take_out(server, f"it holds weights of version {held} instead of {server.version}")
 
     async def _note_failure(self, server: Server, error: ServerError) -> None:
@@ -259,7 +262,7 @@ class ServerPool:
             if not server.is_alive:
                 return False
             try:
-                return await server.held_version() == str(server.version)
+                return await server.held_version() == server.version
             except ServerError:
                 await asyncio.sleep(self.patience.pause_before(retry))
             except EngineError:

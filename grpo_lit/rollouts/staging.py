@@ -60,11 +60,6 @@ class Chunk:
     size: int
     tensors: list[StagedTensor]
 
-    @property
-    def used(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.size for tensor in self.tensors)
-
     def to_dict(self) -> dict[str, object]:
         """Return plain types."""
         return dataclasses.asdict(self)

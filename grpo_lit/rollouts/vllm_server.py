@@ -86,7 +86,6 @@ class VLLMServerEngine(Engine):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._model: EngineModel | None = None
         self._vocabulary = self._scored = 0
-        self._has_sent = False
 
     def _check_arguments(self) -> None:
         if self.urls is not None and not self.urls:
@@ -188,13 +187,15 @@ class VLLMServerEngine(Engine):
         pool, self._pool = self._pool, None
         stage, self._stage = self._stage, None
         processes, self._processes = self._processes, []
-        if loop is not None:
-            loop.close(_closed(pool))
-        if stage is not None:
-            stage.close()
-        end_servers(processes)
-        if self._folder is not None:
-            self._folder.cleanup()
+        try:
+            if loop is not None:
+                loop.close(_closed(pool))
+            if stage is not None:
+                stage.close()
+        finally:
+            end_servers(processes)
+            if self._folder is not None:
+                self._folder.cleanup()
 
     # ------------------------------------------------------------------ weights
 
@@ -208,21 +209,16 @@ class VLLMServerEngine(Engine):
         loop, pool = self._started
         stage = self._stage
         assert stage is not None
-        self.weight_version, began, sent = None, time.monotonic(), 0
+        self.weight_version = None
         try:
             loop.run(pool.begin_update(self.pause))
             for chunk in stage.chunks(weights):
-                sent += chunk.used
                 loop.run(pool.update(chunk.to_dict()))
             loop.run(pool.finish_update(version))
         except BaseException:
             self.close()  # half the weights are new, and the servers say so: nothing may be sampled from that
             raise
         self.weight_version = version
-        if not self._has_sent:
-            self._has_sent, seconds = True, time.monotonic() - began
-            reached = f"{len(pool.members)} of {len(pool.servers)} vLLM servers"
-            rank_zero_info(f"{sent / 2**20:.1f} MiB of weights reached {reached} in {seconds:.1f} s")
 
     # ------------------------------------------------------------------ completions
 
