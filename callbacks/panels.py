@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.report.charts import ACCURACY, PANELS, SHARE, Chart
 
 #: Chart that stands before all others.
-HELD_OUT = Chart(ACCURACY, SHARE, ("val/*/greedy", "val/*/avg@*"))
+HELD_OUT = Chart(ACCURACY, SHARE, ("val/*/greedy", "val/*/avg@*", "val/*/maj@*", "val/*/pass@*"))
 
 
 class Panels(Callback):
@@ -39,8 +40,8 @@ class Panels(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the layout after the first step, when it is known which charts would stay empty."""
-        if self._laid_out:
+        """Write the layout after the first step of a rollout, when it is known which charts would stay empty."""
+        if self._laid_out or "reward/total" not in trainer.callback_metrics:
             return
         self._laid_out = True
         for logger in tensorboards(trainer):
@@ -68,29 +69,28 @@ class Panels(Callback):
 def layout(names: Iterable[str] | None = None) -> dict[str, dict[str, list[Any]]]:
     """Return the panels as TensorBoard takes them: with regular expressions for names, matched from their beginning.
 
-    The charts are those of ``scripts/report``. A name that one chart holds for itself is in no other's ``*``.
+    The charts are those of ``scripts/report``, and hold the same metrics: one that several patterns fit is in the chart
+    that names it, else in that of the longest pattern.
 
     Args:
-        names: Metrics of the run: a chart that would hold none of them is left out, unless it
-            is of held-out answers, which may come later. ``None``: every chart.
+        names: Metrics of the run: a chart that would hold none of them is left out, unless it is of held-out answers,
+            which may come later. ``None``: every chart.
     """
     patterns = [name for charts in PANELS.values() for chart in charts for name in chart.patterns]
-    named = [name for name in patterns if _is_named(name)]
-    panels = {
+    known = None if names is None else list(names)
+
+    def shown(chart: Chart) -> bool:
+        later = any(pattern.startswith("val/") for pattern in chart.patterns)
+        return known is None or later or any(re.match(_tag(p, patterns), n) for p in chart.patterns for n in known)
+
+    return {
         panel: {
-            _title(chart): ["Multiline", [_tag(name, named) for name in chart.patterns]]
+            _title(chart): ["Multiline", [_tag(name, patterns) for name in chart.patterns]]
             for chart in ((HELD_OUT, *charts) if panel == "reward" else charts)
+            if shown(chart)
         }
         for panel, charts in PANELS.items()
     }
-    if names is None:
-        return panels
-    known = list(names)
-
-    def shown(tags: Sequence[str]) -> bool:
-        return any(tag.startswith("val") or re.match(tag, name) for tag in tags for name in known)
-
-    return {p: {title: chart for title, chart in charts.items() if shown(chart[1])} for p, charts in panels.items()}
 
 
 def _title(chart: Chart) -> str:
@@ -101,15 +101,11 @@ def _expression(name: str) -> str:
     return re.escape(name).replace(re.escape("*"), "[^/]+")
 
 
-def _is_named(pattern: str) -> bool:
-    """Return whether a pattern stands for a metric, or for one of each reward: ``reward/*_killed``."""
-    return "*" not in pattern or "/*_" in pattern
-
-
-def _tag(pattern: str, named: Sequence[str]) -> str:
-    panel = pattern.split("/")[0]
-    others = "|".join(_expression(name) for name in named if name.split("/")[0] == panel)
-    return f"{'' if _is_named(pattern) or not others else f'(?!({others})$)'}{_expression(pattern)}$"
+def _tag(pattern: str, patterns: Sequence[str]) -> str:
+    # What is more special, and no instance of its own.
+    others = [_expression(other) for other in patterns if other != pattern and fnmatchcase(other, pattern)]
+    without = f"(?!({'|'.join(others)})$)" if others else ""
+    return f"{without}{_expression(pattern)}$"
 
 
 def hyperparameters(trainer: Trainer, module: GRPOModule) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def hyperparameters(trainer: Trainer, module: GRPOModule) -> dict[str, Any]:
         "optimizer": type(optimizer).__name__,
         "lr": group.get("initial_lr", group["lr"]),
         "rewards": ", ".join(f"{name} {part.weight:g}" for name, part in data.rewards.rewards.items()),
-        "rollout": ", ".join(type(part).__name__ for part in options if part is not None) or "plain",
+        "rollout": ", ".join(_described(part) for part in options if part is not None) or "plain",
         "prompts_per_rollout": data.prompts_per_rollout,
         "completions": data.sampling.completions,
         "num_updates": data.num_updates,

@@ -145,6 +145,10 @@ class Group:
             self.masked[:count],
         )
 
+    def copied(self) -> "Group":
+        """Return a group that shares nothing that can be changed."""
+        return self.first(len(self.completions))
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain types only, which ``torch.load(weights_only=True)`` accepts."""
         # Not dataclasses.asdict: it copies every token one by one.

@@ -36,7 +36,7 @@ data:
       format: {reward: {class_path: toys.EvenShare}, weight: 0.5}
     correct: answer
     correct_at: 0.5
-  sampling: {max_tokens: 5, completions: 3}
+  sampling: {max_tokens: 5, completions: 6}
   prompts_per_rollout: 4
   max_prompt_tokens: 200
 """
@@ -64,6 +64,7 @@ def test_every_overlay_trains_a_step(overlay: str, tiny_yaml: Path) -> None:
     assert cli.trainer.global_step == 2
     assert cli.trainer.callback_metrics["optimization/grad_norm"] > 0
     assert unexplained(set(cli.trainer.callback_metrics), rewards=("answer", "format")) == []
+    assert ("system/queue_size" in cli.trainer.callback_metrics) == (overlay == "rollout/async.yaml")
     first_lines = (CONFIGS / overlay).read_text().split("model:")[0].split("trainer:")[0].split("data:")[0]
     assert "grpo-lit fit" in first_lines or "bash scripts/" in first_lines, (
         "an overlay opens with the command that runs it"

@@ -24,10 +24,10 @@ Measure whole optimizer steps of real runs: rollout, learning, weight sync, and 
 
 Without --config, the quickstart's: a real model and a real vLLM. Each --variant is a configuration on top, and is
 measured beside the run without it, round by round, each run a process of its own. Words after -- go to every run.
-The first step of a run, which warms caches up, is left out; figures are medians over all others.
+The first step of a run, which warms caches up, is left out.
 
-Columns: s/step: wall time; rollout, learn, sync: their share of it; busy: rollout and learn together; sampled/s,
-trained/s: completion tokens sampled, and trained on, over the wall time; GiB: most memory of the learner's
+Columns: s/step: median wall time; rollout, learn, sync: their share of all wall time; busy: rollout and learn together;
+sampled/s, trained/s: completion tokens sampled, and trained on, over all wall time; GiB: most memory of the learner's
 process, and of the engine's.
 
 Examples:
@@ -83,13 +83,16 @@ def steps_of(variant: str, scalars: Scalars) -> Iterator[Step]:
     steps, seconds = scalars.get("system/time_step", ([], []))
     if len(steps) <= WARM_UP:
         raise ConfigError(f"`steps` expected a run of more than {WARM_UP} steps, but {variant} made {len(steps)}")
-    for before, (step, wall) in zip(steps, list(zip(steps, seconds, strict=True))[WARM_UP:], strict=False):
-        sampled = at("system/tokens_sampled", step) - at("system/tokens_sampled", before)
+    sampled_before = max(at("system/tokens_sampled", step) for step in steps[:WARM_UP])
+    for step, wall in list(zip(steps, seconds, strict=True))[WARM_UP:]:
+        # A later update of a rollout samples nothing, and logs no count.
+        sampled_by_now = max(at("system/tokens_sampled", step), sampled_before)
+        sampled, sampled_before = sampled_by_now - sampled_before, sampled_by_now
         yield Step(
             variant,
             wall,
             {phase: at(f"system/time_{phase}", step) / wall for phase in PHASES},
-            max(sampled, 0.0),  # a later update of a rollout samples nothing
+            sampled,
             at("system/learner_tokens_per_s", step) * at("system/time_learn", step),
             at("system/memory_learn", step),
             at("system/memory_engine", step),
@@ -118,7 +121,7 @@ def run_once(variant: str, words: Sequence[str], folder: Path) -> list[Step]:
 
 
 def table(steps: Sequence[Step]) -> Table:
-    """Return a row of medians for each variant."""
+    """Return a row for each variant: the median time of a step, shares and rates over all steps, peaks of memory."""
     result = Table(box=box.SIMPLE)
     names = (
         "variant",
@@ -184,7 +187,10 @@ def measured(asked: argparse.Namespace, overrides: Sequence[str], errors: Consol
     """Return the steps of all runs."""
     files = asked.config or ["configs/base.yaml", "configs/quickstart.yaml"]
     base = [word for file in files for word in ("--config", file)]
-    variants = {"base": list[str]()} | {Path(file).stem: ["--config", file] for file in asked.variant}
+    names = ["base", *(Path(file).stem for file in asked.variant)]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"`variant` expected files with names of their own, none of them base, but got {names[1:]}")
+    variants = dict(zip(names, [[], *(["--config", file] for file in asked.variant)], strict=True))
     tail = ["--trainer.max_steps", str(asked.steps), *overrides]
     if not asked.config:
         tail = ["--model.checkpoint", str(fetch_smollm2()), *tail]

@@ -22,7 +22,7 @@ class RolloutOptions:
             drawn. Worth it where rewards are slow.
 
     Raises:
-        ConfigError: For fewer than one call.
+        ConfigError: For fewer than one call, or a curriculum beside a probe.
     """
 
     dynamic_sampling: DynamicSampling | None = None
@@ -35,3 +35,8 @@ class RolloutOptions:
         """Refuse to draw nothing."""
         if self.engine_calls < 1:
             raise ConfigError(f"`data.rollout.engine_calls` expected to be >= 1, but got {self.engine_calls}")
+        if self.curriculum and self.dynamic_sampling and self.dynamic_sampling.probe:
+            raise ConfigError(
+                "`data.rollout.curriculum` and `data.rollout.dynamic_sampling.probe` contradict: a few samples that "
+                "agree do not say that a prompt is always solved, or never. Drop one"
+            )

@@ -68,7 +68,8 @@ class Screen:
         if source.domains is None:
             self.domains = tuple(sorted(seen))
         self._report(unreadable, long, looked_at, len(order))
-        left = len(order) - unreadable.total - long.total
+        bad = float(unreadable.total + long.total)
+        left = len(order) - int(ranks.max(torch.tensor(bad)))  # the same on every rank: all end, or none
         if left < wanted:
             raise ConfigError(
                 f"`data.prompts_per_rollout` expected at most the {left} prompts of `data.train` that can be asked, "

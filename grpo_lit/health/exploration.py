@@ -90,9 +90,9 @@ class Starvation(Rule):
     """Nearly no group has a signal: all its rewards are equal, and nothing is learnt from it (DAPO, 2503.14476).
 
     Args:
-        share: Sick where a smaller share of the groups has signal, in the median: ``exploration/accepted`` under
-            dynamic sampling, else one minus ``exploration/zero_signal``. At one in five a rollout costs five times what
-            it teaches, and a gradient of 32 prompts has the noise of six.
+        share: Sick where a smaller share of the groups has signal, in the median: ``exploration/accepted`` (by samples)
+            under dynamic sampling, else one minus ``exploration/zero_signal``. At one in five a rollout costs five
+            times what it teaches, and a gradient of 32 prompts has the noise of six.
         window: Steps the median is over: single rollouts vary by their prompts.
     """
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from grpo_lit.health.history import History, median, upper_quartile
 from grpo_lit.health.rule import Finding, Rule
+from grpo_lit.metrics.names import COUNTERS
 
-#: What rewards count, after their name: ``reward/<name>_<counter>``.
-COUNTERS = ("unreadable", "refused", "killed", "timeouts", "broken")
 _COUNTER = re.compile(rf"reward/.+_({'|'.join(COUNTERS)})")
 _REWARD = re.compile(
     r"reward/(?!(total|correct|correct_kept|correct_dropped|overlong_penalty|unreadable_prompts)$)[^/]+"

@@ -73,24 +73,26 @@ def prompt_figures(
     judged = [(answer, flag) for answer, flag in zip(answers, sampled.correct, strict=True) if flag is not None]
     flags = [flag for _, flag in judged]
     figures[f"avg@{k}"] = _mean(flags)
-    for j in (2**i for i in range(1, k.bit_length())):  # pass@1 is avg@k
+    for j in sorted({2**i for i in range(1, k.bit_length())} | {k} - {1}):  # pass@1 is avg@k
         figures[f"pass@{j}"] = pass_at(len(flags), sum(flags), j) if len(flags) >= j else math.nan
     figures[f"maj@{k}"] = majority([answer for answer, _ in judged], flags) if judged else math.nan
     return figures | _shape_of(sampled, correct, f"@{k}")
 
 
-def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def interval(values: np.ndarray, seed: int = 0, share: bool = True) -> tuple[float, float]:
     """Return the bounds of an interval of the mean over prompts, at :data:`LEVEL`.
 
-    Where each prompt is right or wrong, Wilson's: a bootstrap of 0 right of 50 would be the point 0. Else percentiles
-    over resamples of the values (Efron). Prompts are resampled, not samples: those of one prompt are alike, and an
-    interval that took them for independent would be too narrow (https://arxiv.org/abs/2411.00640).
+    Where each prompt is right or wrong, and all values 0 or 1, Wilson's: a bootstrap of 0 right of 50 would be the
+    point 0. Else percentiles over resamples of the values (Efron). Prompts are resampled, not samples: those of one
+    prompt are alike, and an interval that took them for independent would be too narrow
+    (https://arxiv.org/abs/2411.00640).
 
     Args:
         values: One per prompt, at least one.
         seed: Of the resamples: the same for equally many values, so that figures of one set can be compared.
+        share: Whether 0 and 1 mean wrong and right; they do not for lengths.
     """
-    if np.isin(values, (0.0, 1.0)).all():
+    if share and np.isin(values, (0.0, 1.0)).all():
         return wilson(float(values.mean()), len(values))
     draw = np.random.default_rng(seed)
     means = [values[draw.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
@@ -129,7 +131,11 @@ class HeldOutFigures:
 
     def bounds(self) -> dict[str, float]:
         """Return the ends of each mean's interval, as ``val/<set>/<figure>/ci_low`` and ``/ci_high``."""
-        intervals = {name: interval(values) for name, values in self._columns() if len(values)}
+        intervals = {
+            name: interval(values, share=not name.rpartition("/")[2].startswith("length"))
+            for name, values in self._columns()
+            if len(values)
+        }
         return {f"{name}/{end}": at for name, ends in intervals.items() for end, at in zip(ENDS, ends, strict=True)}
 
     def _columns(self) -> Iterable[tuple[str, np.ndarray]]:

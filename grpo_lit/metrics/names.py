@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 #: Kinds of held-out figures that are accuracies, in order of importance.
 ACCURACIES = ("greedy", "avg", "maj", "pass")
+#: What rewards count of samples that they could not judge: the last part of ``reward/<name>_<counter>``.
+COUNTERS = ("unreadable", "refused", "killed", "timeouts", "broken")
 
 
 def is_held_out(name: str) -> bool:

@@ -137,7 +137,7 @@ def make_layout(branches: list[Branch], columns: int, masks: bool) -> Layout:
 
 
 def _class(size: int) -> int:
-    """Return a number that sizes share of which none is below :data:`SHORTEST_SHARE` of another."""
+    """Return the class of a size: two of one class are at least :data:`SHORTEST_SHARE` of each other."""
     return -1 if size < 1 else math.floor(math.log(size) / -math.log(SHORTEST_SHARE))
 
 

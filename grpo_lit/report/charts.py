@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from grpo_lit.metrics.names import by_importance
+from grpo_lit.metrics.names import COUNTERS, by_importance
 
 ACCURACY = "held-out accuracy"
 #: Panel of metrics whose names begin with no panel.
@@ -34,7 +34,9 @@ PANELS: dict[str, tuple[Chart, ...]] = {
     "reward": (
         Chart("solve rate", SHARE, ("reward/correct", "reward/correct_kept", "reward/correct_dropped")),
         Chart("rewards", "mean", ("reward/total", "reward/*")),
-        Chart("not judged", SHARE, ("reward/*_unreadable", "reward/*_killed", "reward/*_timeouts")),
+        Chart("solve rate by domain", SHARE, ("reward/correct/*",)),
+        Chart("taken off long answers", "mean", ("reward/overlong_penalty",)),
+        Chart("not judged", SHARE, ("reward/unreadable_prompts", *(f"reward/*_{counter}" for counter in COUNTERS))),
     ),
     "exploration": (
         Chart("entropy", "nats", ("exploration/entropy",)),
@@ -50,7 +52,8 @@ PANELS: dict[str, tuple[Chart, ...]] = {
     "length": (
         Chart("completion length", "tokens", ("length/mean", "length/correct", "length/incorrect")),
         Chart("truncated", SHARE, ("length/truncated", "val/*/truncated", "val/*/truncated@*")),
-        Chart("kept and dropped groups", "tokens", ("length/kept", "length/dropped")),
+        Chart("kept and dropped groups", "tokens", ("length/kept", "length/dropped", "length/dropped_stale")),
+        Chart("ends in a loop, near the limit", SHARE, ("length/repetition", "length/overlong")),
         Chart("held-out answers", "tokens", ("val/*/length", "val/*/length@*")),
         Chart("prompts left out as long", SHARE, ("length/long_prompts",)),
     ),
@@ -64,6 +67,10 @@ PANELS: dict[str, tuple[Chart, ...]] = {
         Chart("learning rate", "", ("optimization/lr",)),
         Chart("clip range", "", ("optimization/epsilon_low", "optimization/epsilon_high")),
         Chart("skipped minibatches", "count", ("optimization/skipped",)),
+        Chart("entropy bonus", "", ("optimization/entropy_coefficient",)),
+        Chart("gradient noise scale", "prompts", ("optimization/noise_scale",)),
+        Chart("gradients of shadow recipes", "cosine", ("shadow/cosine_*",)),
+        Chart("their length", "over the trained one's", ("shadow/norm_*",)),
     ),
     "system": (
         Chart("time of a step", "s", ("system/time_rollout", "system/time_learn", "system/time_sync")),
@@ -73,10 +80,20 @@ PANELS: dict[str, tuple[Chart, ...]] = {
             "nats",
             ("system/mismatch_abs", "system/mismatch_kl", "system/mismatch_chi2"),
         ),
+        Chart("mismatch by position", "nats", ("system/mismatch_abs_from_*",)),
         Chart("staleness", "steps", ("system/staleness_mean", "system/staleness_max")),
+        Chart("waiting for each other", "s", ("system/time_wait_rollout", "system/time_wait_learner")),
+        Chart("prompts that lie ready", "prompts", ("system/queue_size",)),
+        Chart("dropped as too stale", SHARE, ("system/dropped_stale",)),
+        Chart("stored groups", "groups", ("system/replay_size",)),
+        Chart("age of stored groups", "steps", ("system/replay_age",)),
+        Chart("share of stored groups in a rollout", SHARE, ("system/replay_share",)),
         Chart("corrections", SHARE, ("system/ess", "system/is_cut", "system/ess_*", "system/is_cut_*")),
+        Chart("divergence of corrections", "nats", ("system/is_k3_*", "system/is_chi2_*")),
         Chart("memory", "GiB", ("system/memory_learn", "system/memory_rollout", "system/memory_engine")),
         Chart("tokens sampled", "tokens", ("system/tokens_sampled",)),
+        Chart("tokens possible at a step", "tokens", ("system/kept_tokens",)),
+        Chart("weight sync", "bytes", ("system/sync_bytes",)),
         Chart("whole step, overheads too", "s", ("system/time_step",)),
         Chart("rewards' time", "s", ("system/time_reward", "system/time_reward_*")),
     ),

@@ -21,7 +21,7 @@ from grpo_lit.rollout import Group, Prompt
 #: Batches hold rewards in float32, in which a larger number is infinite.
 LARGEST = float(np.finfo(np.float32).max)
 #: What ``reward/`` logs beside the rewards: one of this name would overwrite it.
-TAKEN = ("total", "correct", "correct_kept", "correct_dropped", "unreadable_prompts")
+TAKEN = ("total", "correct", "correct_kept", "correct_dropped", "unreadable_prompts", "overlong_penalty")
 
 
 @dataclass
@@ -82,6 +82,10 @@ class RewardCombination:
                 f"`correct` expected the name of a reward, but got {correct!r}: set it to {' or '.join(close)}"
             )
         self.rewards = rewards
+        if clash := sorted(rewards.keys() & self.counters().keys()):
+            raise ConfigError(
+                f"`rewards` expected names that are no counter of another reward, but got {clash[0]!r}: rename it"
+            )
         self.correct = correct or next(iter(rewards))
         self.correct_at = correct_at
         self.seconds: Counter[str] = Counter()

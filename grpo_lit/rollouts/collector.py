@@ -180,8 +180,11 @@ class Collector:
             The solve rate of every prompt, over all ranks.
         """
         mine, groups = list(got.groups), list(got.groups.values())
+        samples = sum(len(group.completions) for group in groups)
+        if self.dynamic is not None and (probe := self.dynamic.probe) is not None:
+            # Groups that went on after it were scored twice, the second time as a whole.
+            samples += probe * sum(len(group.completions) > probe for group in groups)
         for name, count in got.counts.items():
-            samples = sum(len(group.completions) for group in groups)
             rates.add(f"reward/{name}", torch.tensor([float(count)]), count=samples)
         if self.queue.settings is not None:
             _count_stale(rates, got.too_stale, len(got.prompts), got.dropped)
@@ -203,12 +206,15 @@ class Collector:
 
     def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
         """Return the rates of groups just drawn, each with whether it is kept; the names are always the same."""
+        drawn = [group for group, _ in groups]
         if self.dynamic is not None and (probe := self.dynamic.probe) is not None:
             # Groups that showed no signal have no other samples: over all of them, the kept ones would weigh more.
-            groups = [(group.first(probe), kept) for group, kept in groups]
-        rates = rollout_rates([group for group, _ in groups], self.reward_names, self.domains)
+            drawn = [group.first(probe) for group in drawn]
+        rates = rollout_rates(drawn, self.reward_names, self.domains)
         if self.dynamic is not None:
-            rates.add("exploration/accepted", torch.tensor([float(kept) for _, kept in groups]))
+            sizes = torch.tensor([float(len(group.completions)) for group, _ in groups])
+            kept_ones = torch.tensor([float(kept) for _, kept in groups])
+            rates.add("exploration/accepted", sizes * kept_ones, count=float(sizes.sum()))
             for name, wanted in (("kept", True), ("dropped", False)):
                 side = [group for group, kept in groups if kept == wanted]
                 lengths = [float(len(c.token_ids)) for group in side for c in group.completions]

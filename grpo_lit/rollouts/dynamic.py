@@ -40,7 +40,8 @@ class DynamicSampling:
             ``data.rollout.replay.max_age`` counts, each is ``data.num_updates`` times ``data.num_epochs``.
         signal: What must differ within a group: ``correct``, the verifier's flag, or ``reward``, the total.
         probe: Samples of a prompt that must show signal before the others are drawn; fewer than
-            ``data.sampling.completions``. What is logged of a rollout is then of these alone. ``null``: all are drawn.
+            ``data.sampling.completions``. Rates of rewards, lengths and groups are then of these alone, since they
+            would favour the groups that are drawn whole. ``null``: all samples are drawn.
 
     Raises:
         ConfigError: For a number out of range.
@@ -68,6 +69,11 @@ class DynamicSampling:
             raise ConfigError(
                 f"`data.rollout.dynamic_sampling.probe` expected at least 2 samples, which may differ, but got "
                 f"{self.probe}: use null for none"
+            )
+        if self.probe is not None and self.signal == "reward":
+            raise ConfigError(
+                "`data.rollout.dynamic_sampling.probe` and `signal: reward` contradict: callbacks shape rewards when a "
+                "group is whole, after the probe has decided on it. Drop one"
             )
 
     def shows_signal(self, group: Group) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -158,7 +158,9 @@ class RolloutQueue:
             mine = dict(zip(part.mine, drawn.groups, strict=True))
             for place in places:
                 if place in mine:
-                    asked.groups[len(asked.prompts)] = _own(mine[place])
+                    asked.groups[len(asked.prompts)] = mine[
+                        place
+                    ].copied()  # a checkpoint may yet write what the rewards said
                 asked.prompts.append(part.prompts[place])
                 asked.versions.append(drawn.version)
 
@@ -239,8 +241,3 @@ class RolloutQueue:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         self._handed_out, self._rounds = state["handed_out"], deque(state["rounds"])
-
-
-def _own(group: Group) -> Group:
-    """Return a group whose rewards may be shaped: a checkpoint may yet write what the rewards said."""
-    return replace(group, rewards=list(group.rewards), masked=list(group.masked))

@@ -95,7 +95,7 @@ class ReplayBuffer:
             entries: Of the new groups of all ranks, the same on each.
             groups: Those of them that this rank holds, by serial.
         """
-        self._groups |= groups
+        self._groups |= {serial: group.copied() for serial, group in groups.items()}  # callbacks may yet change theirs
         self.entries = sorted([*self.entries, *entries], key=_first_wanted)[: self.settings.capacity]
         self._forget()
 
@@ -111,7 +111,7 @@ class ReplayBuffer:
         """
         self.drop_old(version)
         taken = self.entries[:count]
-        groups = {entry.serial: self._groups[entry.serial] for entry in taken if entry.serial in self._groups}
+        groups = {e.serial: self._groups[e.serial].copied() for e in taken if e.serial in self._groups}
         for entry in taken:
             entry.uses += 1
         self.entries = [entry for entry in self.entries if entry.uses < self.settings.max_uses]

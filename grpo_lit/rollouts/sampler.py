@@ -64,12 +64,12 @@ class Sampler:
     ) -> list[Group]:
         """Return one scored group per (prompt, epoch), in order, with all samples.
 
+        An error or Ctrl-C gets out as soon as the group that is being scored is done.
+
         Args:
             prompts: Each with its epoch.
             sampling: How completions are drawn.
             begun: Equally many first samples of each prompt; empty: there are none.
-
-        An error or Ctrl-C gets out as soon as the group that is being scored is done.
 
         Raises:
             EngineError: It was ended from another thread.

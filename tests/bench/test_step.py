@@ -34,6 +34,11 @@ def test_figures_by_hand() -> None:
     assert row == ["base", "6.00", "50.0%", "37.5%", "4.2%", "87.5%", "20", "18", "2.00", "3.50"]
 
 
+def test_a_rollout_after_a_later_update_counts_its_own_tokens() -> None:
+    scalars = {"system/time_step": ([0, 1, 2], [1.0] * 3), "system/tokens_sampled": ([0, 2], [100.0, 250.0])}
+    assert [step.sampled for step in steps_of("base", scalars)] == [0.0, 150.0]
+
+
 def test_a_run_of_warm_up_alone_measures_nothing() -> None:
     with pytest.raises(ConfigError, match="`steps` expected a run of more than 1"):
         list(steps_of("base", {"system/time_step": ([0], [1.0])}))
@@ -65,11 +70,14 @@ def test_steps_of_a_real_run(
     assert len(steps) == 2
     for step in steps:
         assert 0 < step["shares"]["learn"] + step["shares"]["rollout"] < 1
-        assert 0 < step["trained"] <= step["sampled"] <= 4 * 3 * 5
+        assert 0 < step["trained"] <= step["sampled"] + 1e-3  # a rate times its time
+        assert step["sampled"] <= 4 * 3 * 5
     assert "busy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--steps", "1"], ["--rounds", "0"], ["--config", "absent.yaml"]])
+@pytest.mark.parametrize(
+    "words", [["--steps", "1"], ["--rounds", "0"], ["--config", "absent.yaml"], ["--variant", "a/base.yaml"]]
+)
 def test_bad_arguments_are_answered_in_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert "error:" in capsys.readouterr().err

@@ -12,7 +12,8 @@ from grpo_lit.health import History, Rules, diagnose
 from grpo_lit.health.exploration import EntropyCollapse, EntropyExplosion, Starvation
 from grpo_lit.health.length import LengthInflation, Truncation
 from grpo_lit.health.optimization import ClipSaturation, DeadOptimizer, KLBlowUp, OffPolicyGap
-from grpo_lit.health.reward import COUNTERS, RewardCollapse, RewardHacking, RewardNoise, VerifierFailures
+from grpo_lit.health.reward import RewardCollapse, RewardHacking, RewardNoise, VerifierFailures
+from grpo_lit.metrics.names import COUNTERS
 
 ROOT = Path(__file__).parents[2]
 

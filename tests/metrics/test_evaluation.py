@@ -89,6 +89,7 @@ def test_figures_of_a_prompt_by_hand() -> None:
         "avg@5": 0.4,
         "pass@2": 0.7,  # 1 - C(3, 2) / C(5, 2)
         "pass@4": 1.0,  # only three are wrong
+        "pass@5": 1.0,
         "maj@5": 0.5,
         "length@5": 3.0,
         "truncated@5": 0.2,
@@ -118,6 +119,7 @@ def test_bounds_are_percentiles_of_the_resampled_mean() -> None:
     exact = [0.25 + int(np.searchsorted(cumulative, q)) / 100 for q in (0.025, 0.975)]
     assert interval(values) == pytest.approx(exact, abs=0.01)
     assert interval(values) == interval(values)
+    assert interval(np.ones(50), share=False) == (1.0, 1.0)  # answers of one token each
     uneven = np.linspace(0.0, 1.0, 50) ** 2
     assert interval(uneven) != interval(uneven, seed=1)
     assert interval(np.array([0.25] * 5)) == (0.25, 0.25)

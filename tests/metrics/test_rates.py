@@ -65,10 +65,10 @@ def test_ranks_add_as_one_vector_in_an_order_of_names_alone():
     first.add("b", torch.tensor([1.0]))
     first.add("a", torch.tensor([10.0]))
     second.add("a", torch.tensor([20.0]))
-    second.add("b", torch.tensor([3.0]))
+    second.add("b", torch.tensor([3.0, 5.0, 7.0]))  # three values beside one: (1 + 15) / 4, where means give 3
     shipped = []
     second.compute(lambda x: shipped.append(x) or x)
-    assert first.compute(lambda x: x + shipped[0]) == {"a": 15.0, "b": 2.0}
+    assert first.compute(lambda x: x + shipped[0]) == {"a": 15.0, "b": 4.0}
     first.maximum("top", torch.tensor([1.0]))
     assert first.compute(max_ranks=lambda x: x + 1)["top"] == 2.0
 

@@ -113,10 +113,19 @@ def test_conditional_on_the_score_from_which_on_a_completion_is_correct():
     assert scored(RewardCombination(parts, "answer", 0.5), 3).rewards == [0.4, 1.5, 1.6]
 
 
-@pytest.mark.parametrize("name", ["total", "correct", "correct_kept", "unreadable_prompts", "correct/math", ""])
+@pytest.mark.parametrize("name", ["total", "correct", "correct_kept", "overlong_penalty", "correct/math", ""])
 def test_a_name_that_means_something_else_on_tensorboard_is_refused(name):
     with pytest.raises(ConfigError, match=r"expected names without .*Rename it"):
         RewardCombination({"answer": WeightedReward(Canned([1])), name: WeightedReward(Canned([1]))})
+
+
+def test_a_name_that_is_another_rewards_counter_is_refused():
+    class Counting(Canned):
+        def counters(self):
+            return {"killed": 0}
+
+    with pytest.raises(ConfigError, match="counter of another reward, but got 'a_killed'"):
+        RewardCombination({"a": WeightedReward(Counting([1])), "a_killed": WeightedReward(Canned([1]))})
 
 
 def test_what_is_correct_cannot_depend_on_itself():

@@ -9,6 +9,9 @@ import torch
 from bare import RecordingEngine
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from grpo_lit.data.checks import check_sampling
+from grpo_lit.data.curriculum import Curriculum
+from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import ConfigError
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Completion, Group, Prompt, Sampling
@@ -297,6 +300,9 @@ def test_what_is_logged_beside_a_probe_is_of_its_samples_alone() -> None:
     assert values["reward/correct"] == values["reward/r"] == 0.25
     assert values["exploration/zero_signal"] == values["exploration/solve_none"] == 0.5
     assert got.tokens == 2 * 2 * (8 + 2)  # what was drawn, all of it
+    assert values["exploration/accepted"] == 16 / 20  # of the samples drawn, those of kept groups
+    assert values["reward/correct_kept"] == 0.5
+    assert values["length/kept"] == values["length/dropped"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -313,3 +319,12 @@ def test_what_is_logged_beside_a_probe_is_of_its_samples_alone() -> None:
 def test_settings_that_never_fill_a_rollout_are_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         DynamicSampling(**settings)
+
+
+def test_a_probe_is_refused_beside_what_it_would_mislead() -> None:
+    with pytest.raises(ConfigError, match="probe` and `signal: reward` contradict"):
+        DynamicSampling(probe=2, signal="reward")
+    with pytest.raises(ConfigError, match=r"curriculum` and `data.rollout.dynamic_sampling.probe` contradict"):
+        RolloutOptions(DynamicSampling(probe=2), curriculum=Curriculum())
+    with pytest.raises(ConfigError, match=r"probe` expected fewer samples than `data.sampling.completions` \(4\)"):
+        check_sampling(Sampling(completions=4), RolloutOptions(DynamicSampling(probe=4)))

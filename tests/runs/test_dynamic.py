@@ -10,13 +10,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from toys import Constant, EvenShare, Letters, SomePrompts
 
+from grpo_lit.callback import RolloutCallback
 from grpo_lit.data.curriculum import Curriculum
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import TrainingError
 from grpo_lit.objectives import Objective
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rewards.reward import Reward
-from grpo_lit.rollout import Completion, Prompt
+from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.collector import DynamicSampling
 from grpo_lit.rollouts.replay import Replay
 
@@ -106,16 +107,33 @@ def test_replayed_rows_equal_the_stored_groups_and_compare_with_their_own_sample
     assert figures["system/staleness_max"] == num_updates
 
 
+class Vandal(RolloutCallback):
+    """Overwrites what it is shown, after it was stored."""
+
+    def on_groups_kept(self, trainer: Trainer, module: Any, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.rewards[:] = [9.0 + i for i in range(len(group.rewards))]
+            group.correct[:] = [None] * len(group.correct)
+            for scores in group.scores.values():
+                scores[:] = [9.0] * len(scores)
+
+
 # Field bug D3.
-def test_replayed_groups_are_not_held_by_reference(
+def test_stored_groups_are_not_held_by_reference(
     make_module: Callable, make_data: Callable, make_trainer: Callable
 ) -> None:
     data = make_data(rollout=RolloutOptions(replay=Replay()), rewards=rewards_of(EvenShare()))
-    make_trainer(max_steps=1, num_sanity_val_steps=0).fit(make_module(), datamodule=data)
-    for group in data.collector.replay._groups.values():
-        for completion in group.completions:
-            assert isinstance(completion.token_ids, tuple)  # immutable: no tensor, no graph, nothing shared
-            assert isinstance(completion.logprobs, tuple)
+    make_trainer(max_steps=1, callbacks=[Vandal()], num_sanity_val_steps=0).fit(make_module(), datamodule=data)
+    buffer = data.collector.replay
+    assert buffer._groups
+    for group in buffer._groups.values():
+        (scores,) = group.scores.values()
+        assert group.rewards == scores == EvenShare()(group.prompt, group.completions)
+        assert None not in group.correct
+    _, taken = buffer.take(1, version=1)
+    for serial, group in taken.items():
+        group.rewards.clear()
+        assert serial not in buffer._groups or buffer._groups[serial].rewards
 
 
 class Scripted(Reward):
@@ -219,7 +237,7 @@ def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
             rollout=RolloutOptions(
                 DynamicSampling(oversample=2.0, max_rounds=1, max_age=2, probe=probe),
                 Replay(max_uses=2),
-                Curriculum(revisit=0.3),
+                None if probe else Curriculum(revisit=0.3),
             ),
             num_updates=2,
             train=Letters(12),
@@ -237,6 +255,12 @@ def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
         resumed, data, trainer, rest = build(8)
         trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / str(stop) / "x.ckpt"))
         torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)
+        ours, theirs = (part.trainer.optimizers[0].state_dict()["state"] for part in (resumed, straight))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        asked = [[[g.prompt.id for g in groups] for groups in steps.groups] for steps in (rest, all_steps)]
+        assert asked[0][1:] == asked[1][stop + 1 :]  # of a rollout in progress, the groups are not restored
+        assert stop == 3 or asked[0][0] == asked[1][stop]
+        assert stop == 3 or rest.figures[0].keys() == all_steps.figures[stop].keys()
         for one, other in zip(all_steps.figures[stop:], rest.figures, strict=True):
             # A rollout in progress logs nothing of how it was drawn a second time.
             same = {name for name in other if not name.startswith(("system/time", "system/memory", "val/"))}
