@@ -1,7 +1,13 @@
-"""Lightning's checkpoints, saved on errors only where that cannot hang."""
+"""Lightning's checkpoints, saved on errors only where that cannot hang, and ``last`` never pointing to nothing."""
+
+from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
+from typing_extensions import override
+
+from grpo_lit.strategies.saving import link
 
 
 class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
@@ -9,9 +15,34 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
 
     Saving waits for all ranks. Ctrl-C reaches all of them; an error is one rank's own, and the others would be waited
     for until the process group's time-out, with the reason untold. There the last checkpoint on schedule has to do.
+
+    A process that is killed at any moment leaves the newest complete checkpoint behind, and with ``save_last: link`` a
+    ``last.ckpt`` that points to it.
     """
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what was learnt, on one process or where all of them stop."""
         if trainer.world_size == 1 or isinstance(exception, KeyboardInterrupt):
             super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the ``last`` of this folder, which the run's first checkpoint does not know of yet."""
+        super().load_state_dict(state_dict)
+        if self.save_last == "link" and not self.last_model_path and self.dirpath == state_dict.get("dirpath"):
+            self.last_model_path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
+
+    @override
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        # Lightning removes the old one first and then lets `last` point to the new one.
+        if self.save_last == "link" and self.last_model_path and self._last_checkpoint_saved:
+            self._link_checkpoint(trainer, self._last_checkpoint_saved, self.last_model_path)
+        super()._remove_checkpoint(trainer, filepath)
+
+    @staticmethod
+    @override
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and Path(filepath).absolute() != Path(linkpath).absolute():
+            link(Path(filepath), Path(linkpath))
+        trainer.strategy.barrier()

@@ -11,6 +11,7 @@ from grpo_lit.data.evaluation import EvaluationBatch
 from grpo_lit.data.predictions import PredictionWriter, prediction_rows
 from grpo_lit.metrics.evaluation import HeldOutFigures
 from grpo_lit.ranks import Ranks
+from grpo_lit.strategies.failures import FailureWatch
 
 
 class EvaluatingModule(LightningModule):
@@ -50,7 +51,9 @@ class EvaluatingModule(LightningModule):
         self.log_at(self.resumed_step, values | figures.bounds())
         for name, value in values.items():
             if math.isfinite(value):
-                self.log(name, value, logger=False)  # for the table that Lightning prints and returns
+                # For the table that Lightning prints and returns. Every rank has this value already, and their maximum
+                # is exactly it; unsynchronised, Lightning would warn of what each rank knows for itself.
+                self.log(name, value, logger=False, sync_dist=True, reduce_fx="max")
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -59,8 +62,8 @@ class EvaluatingModule(LightningModule):
         return prediction_rows(batch)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what writes the answers of ``predict``."""
-        return [PredictionWriter()]
+        """Return what writes the answers of ``predict``, and what ends the run where another rank fails."""
+        return [PredictionWriter(), FailureWatch()]
 
     def log_at(self, step: int, values: dict[str, float]) -> None:
         """Log finite values under their names; a leading underscore marks what was only needed on the way.

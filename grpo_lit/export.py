@@ -13,12 +13,10 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.policy.adapter import LoRA, merge, save_adapter
 from grpo_lit.policy.checkpoint import load_model, load_tokenizer
 from grpo_lit.policy.quantization import NF4
+from grpo_lit.strategies.saving import METADATA, is_sharded
 
 #: How the policy's weights are named in a checkpoint of GRPOModule.
 _PREFIX = "policy.model."
-
-#: What a folder of shards holds beside them.
-_METADATA = "meta.pt"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,12 +38,12 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32, a
         ConfigError: The file is missing or is no checkpoint of this package, the folder is taken, or there is no
             adapter.
     """
-    sharded = (checkpoint / _METADATA).is_file()
+    sharded = is_sharded(checkpoint)
     if not (checkpoint.is_file() or sharded):
         raise ConfigError(f"`checkpoint` expected a .ckpt file or a folder of shards, but got {checkpoint}")
     if (target / "config.json").exists():
         raise ConfigError(f"`target` expected a folder without a model, but {target} holds one: choose another")
-    file = checkpoint / _METADATA if sharded else checkpoint
+    file = checkpoint / METADATA if sharded else checkpoint
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if "grpo_lit" not in state:
         raise ConfigError(f"`checkpoint` expected a file written by grpo-lit fit, but {checkpoint} is not")

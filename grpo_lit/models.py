@@ -18,6 +18,7 @@ from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
+from grpo_lit.strategies.saving import save_atomically
 
 ReferenceDtype = Literal["auto", "float32", "bfloat16", "nf4"]
 
@@ -68,6 +69,10 @@ class ModelsModule(EvaluatingModule):
                 f"`model.reference_dtype: {reference_dtype}` and `model.adapter` contradict: the reference is the "
                 "policy with its adapter off, not a model of its own. Drop `model.reference_dtype`"
             )
+
+    def setup(self, stage: str) -> None:
+        """Make checkpoints survive the end of the process that writes them."""
+        save_atomically(self.trainer.strategy)
 
     @float32_by_default()
     def configure_model(self) -> None:

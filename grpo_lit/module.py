@@ -116,6 +116,7 @@ class GRPOModule(CheckpointedModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what contradicts, before any model is loaded."""
+        super().setup(stage)
         rewards = self.trainer.datamodule.rewards.rewards  # type: ignore[attr-defined]
         conditional = [name for name, part in rewards.items() if part.conditional]
         for recipe in (self.objective, *self.shadows.recipes.values()):

@@ -1,10 +1,15 @@
 """FSDP2: parameters, gradients and optimizer states in shards, one decoder layer whole at a time."""
 
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
+
+from grpo_lit.strategies.saving import METADATA, begin, finish, put_in_place, sync_file, unfinished
 
 
 class FSDP2(ModelParallelStrategy):
@@ -36,3 +41,26 @@ class FSDP2(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        """Write a checkpoint beside its place, and move it there when every rank's shards are on disk."""
+        target = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, target, storage_options)
+            return
+        written = unfinished(target)
+        if self.is_global_zero:
+            begin(target)
+        self.barrier()
+        super().save_checkpoint(checkpoint, written, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            sync_file(written / METADATA)  # torch has seen to the shards
+            put_in_place(target)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read this rank's share of a folder of shards, or of one file."""
+        finish(Path(self.broadcast(checkpoint_path)))
+        return super().load_checkpoint(checkpoint_path, weights_only)

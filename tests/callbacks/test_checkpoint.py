@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.strategies import Strategy
 
 from callbacks import ModelCheckpoint
 
@@ -24,3 +25,27 @@ def test_a_failing_rank_waits_for_nobody(world_size, error, saves, monkeypatch):
 def test_checkpoints_of_runs_with_lightnings_own_are_taken_up():
     settings = {"every_n_train_steps": 20, "save_last": "link"}
     assert ModelCheckpoint(**settings).state_key == lightning_callbacks.ModelCheckpoint(**settings).state_key
+
+
+def test_last_points_to_a_checkpoint_whenever_one_is_removed(tmp_path):
+    strategy = Mock(spec=Strategy)
+    trainer = Mock(spec=Trainer, is_global_zero=True, strategy=strategy)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last="link")
+    for name in ("old", "new"):
+        (tmp_path / name).write_text(name)
+    last = tmp_path / "last.ckpt"
+    last.symlink_to("old")
+    saver.last_model_path, saver._last_checkpoint_saved = str(last), str(tmp_path / "new")
+    seen = []
+    strategy.remove_checkpoint.side_effect = lambda path: seen.append(last.read_text())
+    saver._remove_checkpoint(trainer, str(tmp_path / "old"))
+    assert seen == ["new"]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_resumed_from_its_first_checkpoint_goes_on_with_its_last(tmp_path, moved):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last="link")
+    state = saver.state_dict()  # as in the first checkpoint, which `last` points to only afterwards
+    resumed = ModelCheckpoint(tmp_path / "new" if moved else tmp_path, every_n_train_steps=1, save_last="link")
+    resumed.load_state_dict(state)
+    assert resumed.last_model_path == ("" if moved else str(tmp_path.resolve() / "last.ckpt"))

@@ -1,6 +1,4 @@
-"""Validation and prediction of the tiny model on held-out letters, for as many processes as it is started with."""
-
-import sys
+"""Validation and prediction of the tiny model on held-out letters, for as many processes as call it."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -14,7 +12,7 @@ from grpo_lit.rollout import Sampling
 from grpo_lit.rollouts.transformers import TransformersEngine
 
 
-def evaluate(checkpoint: str, folder: str, devices: int) -> Trainer:
+def evaluate(checkpoint: str, folder: str, devices: int) -> None:
     """Run both; 5 and 1 prompts, so that ranks have more or fewer, and one of them none."""
     rewards = {"even": WeightedReward(EvenShare()), "format": WeightedReward(ThinkAnswerFormat(), 0.0)}
     data = RolloutDataModule(
@@ -39,8 +37,3 @@ def evaluate(checkpoint: str, folder: str, devices: int) -> Trainer:
     module = GRPOModule(checkpoint)
     trainer.validate(module, datamodule=data, verbose=False)
     trainer.predict(module, datamodule=data)
-    return trainer
-
-
-if __name__ == "__main__":
-    evaluate(*sys.argv[1:], devices=2)

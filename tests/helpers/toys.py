@@ -1,9 +1,9 @@
 """Small parts that tests plug into the real training path."""
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -56,15 +56,41 @@ class SomePrompts(Reward):
         return EvenShare()(prompt, completions)
 
 
-class Footprint(Callback):
-    """Writes what a rank holds before its last step: bytes of parameters, gradients and optimizer states."""
+class FailsOnOneRank(EvenShare):
+    """EvenShare, until the second process is asked for the second time."""
+
+    calls = 0
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        self.calls += 1
+        if os.environ.get("LOCAL_RANK") == "1" and self.calls > 3:
+            raise ValueError(f"{prompt.id} cannot be judged")
+        return super().__call__(prompt, completions)
+
+
+class Record(Callback):
+    """Keeps what a rank saw of a run.
+
+    Attributes:
+        kept: ``loss`` and ``grad_norm`` of every step, ``signal``: its sequences with an advantage, ``lengths`` of
+            its answers, and ``footprint``: bytes of parameters, gradients and optimizer states before the last step.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {"loss": [], "grad_norm": [], "signal": [], "lengths": [], "footprint": {}}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name in ("loss", "grad_norm"):
+            self.kept[name].append(float(trainer.callback_metrics[f"optimization/{name}"]))
+        chosen = batch.rollout.batch.select(batch.rollout.updates[batch.update])
+        self.kept["signal"].append(int((chosen.advantages != 0).sum()))
+        self.kept["lengths"].append(chosen.lengths.tolist())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         kinds = {"parameters": [*pl_module.parameters()], "gradients": gradients, "states": states}
-        held = {kind: sum(_local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
-        Path(f"footprint{trainer.global_rank}.json").write_text(json.dumps(held))
+        self.kept["footprint"] = {k: sum(_local(tensor).nbytes for tensor in tensors) for k, tensors in kinds.items()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

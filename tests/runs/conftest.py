@@ -1,6 +1,6 @@
 """Whole runs of the real training path on a tiny model: Trainer, module, data module, transformers engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from pair import Pair
 from toys import EvenShare, Letters
 
 from grpo_lit.data.evaluation import Evaluation
@@ -83,3 +84,11 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
 def weights_of() -> Callable[[GRPOModule], dict[str, torch.Tensor]]:
     """``weights_of(module)``: a copy of the policy's weights."""
     return lambda module: {name: tensor.detach().clone() for name, tensor in module.policy.state_dict().items()}
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """``pair(function, ...)``: what a function returns on each of two gloo processes, which all tests share."""
+    processes = Pair(tmp_path_factory.mktemp("pair"))
+    yield processes
+    processes.end()

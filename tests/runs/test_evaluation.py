@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from heldout_run import evaluate
 from lightning.pytorch import Trainer
-from processes import REPO, python
 from toys import Letters
 
 from callbacks import Console
@@ -65,14 +64,6 @@ def test_validate_measures_what_predict_writes(tmp_path: Path, tiny_model_path: 
     assert {name: logged[f"val/many/{name}"] for name in expected} == pytest.approx(expected)
     assert 0 < expected["avg@4"] < 1  # or nothing is told apart
     assert all(c["correct"] == (c["rewards"]["even"] >= 0.5) for group in many for c in group)
-
-
-def test_two_processes_measure_and_write_what_one_does(tmp_path: Path, tiny_model_path: Path) -> None:
-    evaluate(str(tiny_model_path), str(tmp_path / "one"), devices=1)
-    python(str(REPO / "tests/helpers/heldout_run.py"), str(tiny_model_path), str(tmp_path / "two"))
-    assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
-    assert (tmp_path / "two/predictions.jsonl").read_text() == (tmp_path / "one/predictions.jsonl").read_text()
-    assert {file.name for file in (tmp_path / "two").glob("predictions*")} == {"predictions.jsonl"}
 
 
 def test_the_console_has_intervals_outside_of_training_and_curves_have_none(

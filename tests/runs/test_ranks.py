@@ -1,144 +1,120 @@
 """Two gloo processes, whole or in shards, end where one process ends: same prompts, samples and parameters."""
 
 import csv
+import functools
 import json
-from functools import partial
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from processes import REPO, python
-from transformers import AutoModelForCausalLM
+from heldout_run import evaluate
+from pair import Pair
+from ranks_run import fail_on_one_rank, fit
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_lit.export import export
 
-CONFIGS = REPO / "configs"
-
-OVERLAY = """
-trainer:
-  max_steps: 3
-  accelerator: cpu
-  enable_progress_bar: false
-  enable_model_summary: false
-  num_sanity_val_steps: 0
-  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: null}}
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
-    - class_path: toys.Footprint
-model:
-  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5, momentum: 0.5}}
-  gradient_clip_norm: 0.5
-  max_tokens_per_micro_batch: 60
-data:
-  engine: {class_path: TransformersEngine, init_args: {device: cpu}}
-  train: {class_path: toys.Letters, init_args: {size: 40}}
-  val: null
-  rewards: {rewards: {some: {reward: {class_path: REWARD}}}, correct: some, correct_at: 0.5}
-  sampling: {max_tokens: 6, completions: 3}
-  prompts_per_rollout: 5
-  max_prompt_tokens: 100
-  num_updates: UPDATES
-"""
+#: By recipe: further settings. Of SomePrompts every second prompt has no signal, so that a rank may have none at all;
+#: 3 groups on 2 ranks are 2 and 1; GSPO's 4 and DAPO's 2 updates on 5 prompts leave ranks without any.
+SETTINGS = {
+    "grpo": ["--data.rewards.rewards.some.reward", "toys.SomePrompts", "--data.prompts_per_rollout", "3"],
+    "dapo": ["--data.num_updates", "2"],
+    "gspo": [],
+    "cispo": ["--data.rewards.rewards.some.reward", "toys.SomePrompts"],
+}
+Run = dict[str, Any]
 
 
-def run(
-    folder: Path,
-    checkpoint: Path,
-    strategy: str,
-    recipe: str = "grpo",
-    reward: str = "toys.EvenShare",
-    updates: int = 1,
-    resume: Path | None = None,
-    trainer: dict[str, Any] | None = None,
-    ahead: bool = False,
-) -> Path:
-    """Fit in processes of its own, and return the last checkpoint."""
-    folder.mkdir()
-    overlay = yaml.safe_load(OVERLAY.replace("REWARD", reward).replace("UPDATES", str(updates)))
-    overlay["model"]["checkpoint"] = str(checkpoint)
-    overlay["trainer"] |= trainer or {}
-    if ahead:
-        overlay["data"]["rollout"] = {"asynchronous": {"max_staleness": 7, "queue_size": 1}}
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(overlay))
-    files = [CONFIGS / f"{name}.yaml" for name in ("base", f"recipe/{recipe}", f"strategy/{strategy}")]
-    words = [word for file in [*files, "tiny.yaml"] for word in ("--config", str(file))]
-    python("-m", "grpo_lit", "fit", *words, *(["--ckpt_path", str(resume)] if resume else []), cwd=folder)
-    return folder / "saved" / "step=3.ckpt"
+@pytest.fixture(scope="module")
+def ragged_model(tiny_folder: Callable[..., Path]) -> str:
+    """A model for which every eighth token ends the answer."""
+    folder = tiny_folder("llama")
+    GenerationConfig(eos_token_id=list(range(2, 260, 8)), pad_token_id=0).save_pretrained(folder)
+    return str(folder)
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(checkpoint, weights_only=True)
-    assert state["global_step"] == 3
-    return state["state_dict"]
+@pytest.fixture(scope="module")
+def run(pair: Pair, ragged_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Run]]:
+    """``run("ddp", "grpo")``: what each rank knows of a run, made once; ``folder`` is where it wrote."""
+
+    @functools.cache
+    def make(strategy: str, recipe: str, *words: str, resume: str | None = None) -> list[Run]:
+        folder = str(tmp_path_factory.mktemp(f"{strategy}-{recipe}"))
+        arguments = (folder, ragged_model, strategy, recipe, [*SETTINGS[recipe], *words], resume)
+        told = [fit(*arguments)] if strategy == "single" else pair(fit, *arguments)
+        assert all(rank["global_step"] == 5 for rank in told)
+        return [{"folder": Path(folder), **rank} for rank in told]
+
+    return make
 
 
-#: FSDP2 writing what the other strategies write, to compare with them.
-IN_ONE_FILE = {"strategy": {"init_args": {"save_distributed_checkpoint": False}}}
+def assert_equal(two: list[Run], one: Run, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    for rank in two:
+        assert rank["weights"].keys() == one["weights"].keys()
+        for name, tensor in one["weights"].items():
+            said = f"{name} of a rank differs"
+            torch.testing.assert_close(
+                rank["weights"][name], tensor, rtol=rtol, atol=atol, msg=lambda text, said=said: f"{said}: {text}"
+            )
+        for name in ("loss", "grad_norm"):  # of a resumed run, the last ones
+            assert rank[name] == pytest.approx(one[name][-len(rank[name]) :], rel=max(rtol, 1e-4), abs=atol), name
 
 
-# 5 prompts on 2 ranks are 3 and 2. Of SomePrompts every second prompt has no signal: a rank may have none at all.
-@pytest.mark.parametrize(
-    ("recipe", "reward", "updates", "strategies"),
-    [("grpo", "toys.SomePrompts", 1, ["ddp", "fsdp2"]), ("dapo", "toys.EvenShare", 2, ["ddp", "fsdp2"])],
-)
-def test_two_processes_equal_one(
-    tmp_path: Path, tiny_model_path: Path, recipe: str, reward: str, updates: int, strategies: list[str]
-) -> None:
-    # Several steps on a rollout that was drawn ahead: the engine's thread must not meet the ranks' collectives.
-    fit = partial(run, checkpoint=tiny_model_path, reward=reward, recipe=recipe, updates=updates, ahead=updates > 1)
-    one = weights(fit(tmp_path / "one", strategy="single"))
-    for strategy in strategies:
-        trainer = IN_ONE_FILE if strategy == "fsdp2" else None
-        end = fit(tmp_path / strategy, strategy=strategy, trainer=trainer)
-        two = weights(end)
-        assert_equal_and_moved(one, two, tiny_model_path)
-        if updates > 1:  # resumed between the two steps of a rollout, each rank needs its own share of it back
-            stopped = end.with_name("step=1.ckpt")
-            again = weights(fit(tmp_path / f"{strategy} again", strategy=strategy, resume=stopped, trainer=trainer))
-            assert again.keys() == two.keys()
-            for name, tensor in two.items():
-                torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("recipe", SETTINGS)
+def test_two_processes_equal_one(run: Callable[..., list[Run]], ragged_model: str, recipe: str, strategy: str) -> None:
+    """Field bug F1: ranks without signal keep step. Field bug F6: one norm, which clips."""
+    (one,), two = run("single", recipe), run(strategy, recipe)
+    before = AutoModelForCausalLM.from_pretrained(ragged_model).state_dict()
+    assert max(float((one["weights"][name] - tensor).abs().max()) for name, tensor in before.items()) > 1e-3
+    assert_equal(two, one)
+    clipped = [norm > 0.5 for norm in one["grad_norm"]]  # model.gradient_clip_norm
+    assert any(clipped)
+    assert len({length for step in one["lengths"] for length in step}) > 3
+    assert [sum(step) for step in zip(*(rank["signal"] for rank in two), strict=True)] == one["signal"]
+    if recipe in ("grpo", "gspo"):
+        assert any(min(step) == 0 < max(step) for step in zip(*(rank["signal"] for rank in two), strict=True))
 
 
-def assert_equal_and_moved(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], start: Path) -> None:
-    before = AutoModelForCausalLM.from_pretrained(start).state_dict()
-    moved = max(float((one[f"policy.model.{name}"] - tensor).abs().max()) for name, tensor in before.items())
-    assert moved > 1e-3  # or nothing is compared
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(
-            two[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_run_stopped_between_two_updates_goes_on_the_same(run: Callable[..., list[Run]], strategy: str) -> None:
+    """Field bug F3: each rank needs its own share of the rollout back."""
+    straight = run(strategy, "dapo")
+    stopped = straight[0]["folder"] / "saved" / "step=3.ckpt"
+    for again, rank in zip(run(strategy, "dapo", resume=str(stopped)), straight, strict=True):
+        assert len(again["loss"]) == 2
+        assert_equal([again], rank, rtol=0, atol=0)
 
 
-def test_shards_of_two_ranks_go_on_on_one_and_back(tmp_path: Path, tiny_model_path: Path) -> None:
-    one = weights(run(tmp_path / "one", tiny_model_path, "single"))
-    two = run(tmp_path / "two", tiny_model_path, "fsdp2")
-    assert sorted(file.name for file in two.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
-    stopped = two.with_name("step=1.ckpt")
-    alone = run(tmp_path / "alone", tiny_model_path, "fsdp2", resume=stopped, trainer={"devices": 1})
-    back = run(tmp_path / "back", tiny_model_path, "fsdp2", resume=alone.with_name("step=2.ckpt"))
+@pytest.mark.parametrize(("wrote", "goes_on"), [("fsdp2", "single"), ("fsdp2", "ddp"), ("single", "fsdp2")])
+def test_any_strategy_goes_on_from_any_checkpoint(run: Callable[..., list[Run]], wrote: str, goes_on: str) -> None:
+    """Shards of two ranks on one and on two that hold all, and one file in shards."""
+    (one,), stopped = run("single", "grpo"), run(wrote, "grpo")[0]["folder"] / "saved" / "step=2.ckpt"
+    assert stopped.is_dir() == (wrote == "fsdp2")
+    again = run(goes_on, "grpo", resume=str(stopped))
+    assert len(again[0]["loss"]) == 3
+    assert_equal(again, one)
+
+
+def test_shards_hold_a_half_and_are_exported(run: Callable[..., list[Run]], tmp_path: Path) -> None:
+    (one,), two = run("single", "grpo"), run("fsdp2", "grpo")
     # Parameters, gradients and momentum lie on the two ranks in halves, to within the rows that do not divide.
-    whole, *halves = (
-        json.loads((folder / f"footprint{rank}.json").read_text())
-        for folder, rank in ((tmp_path / "one", 0), (tmp_path / "two", 0), (tmp_path / "two", 1))
-    )
-    for kind, size in whole.items():
-        assert sum(half[kind] for half in halves) == size
-        assert max(half[kind] for half in halves) <= 0.52 * size, kind
-    for end in (two, alone, back):
-        exported = AutoModelForCausalLM.from_pretrained(export(end, tmp_path / f"exported from {end.parts[-3]}"))
-        for name, tensor in exported.state_dict().items():
-            torch.testing.assert_close(tensor, one[f"policy.model.{name}"], rtol=1e-5, atol=1e-6)
+    for kind, size in one["footprint"].items():
+        assert sum(rank["footprint"][kind] for rank in two) == size
+        assert max(rank["footprint"][kind] for rank in two) <= 0.52 * size, kind
+    last = two[0]["folder"] / "saved" / "step=5.ckpt"
+    assert sorted(file.name for file in last.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+    exported = AutoModelForCausalLM.from_pretrained(export(last, tmp_path / "exported"))
+    for name, tensor in exported.state_dict().items():
+        torch.testing.assert_close(tensor, one["weights"][name], rtol=1e-5, atol=1e-6)
 
 
 #: Callbacks that shape, steer and watch; no entropy of 260 tokens reaches 9 nats, so the loop rises at every step.
 WATCHED = """
-- class_path: lightning.pytorch.callbacks.ModelCheckpoint
-  init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
+- class_path: toys.Record
 - {class_path: callbacks.SoftOverlong, init_args: {cache: 4}}
 - class_path: callbacks.ClipSchedule
   init_args: {high: {class_path: EntropyLoop, init_args: {target: 9.0, start: 0.01, rate: 0.01, minimum: 0.0}}}
@@ -148,24 +124,47 @@ WATCHED = """
 - class_path: callbacks.EarlyStop
 - class_path: callbacks.GradientNoiseScale
 """
-SAME = ("optimization/epsilon_high", "reward/overlong_penalty", "length/overlong", "length/repetition")
+SAME = ("optimization/clip_bound_high", "reward/overlong_penalty", "length/overlong", "length/repetition")
 
 
-def test_callbacks_shape_and_say_the_same_on_two_processes(tmp_path: Path, tiny_model_path: Path) -> None:
-    ends, logged = [], []
-    for strategy in ("single", "ddp"):
-        end = run(
-            tmp_path / strategy, tiny_model_path, strategy, updates=2, trainer={"callbacks": yaml.safe_load(WATCHED)}
-        )
-        ends.append(weights(end))
-        logs = tmp_path / strategy / "logs" / "version_0"
+def test_callbacks_shape_and_say_the_same_on_two_processes(run: Callable[..., list[Run]]) -> None:
+    """Field bug F5: tables are written on rank 0 alone, and nobody waits for the other."""
+    words = ("--trainer.callbacks", WATCHED, "--trainer.enable_checkpointing", "false")
+    (one,), two = run("single", "dapo", *words), run("ddp", "dapo", *words)
+    assert_equal(two, one)
+    logged = []
+    for folder in (one["folder"], two[0]["folder"]):
+        logs = folder / "logs" / "version_0"
         with (logs / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         logged.append({name: [float(row[name]) for row in rows if row[name]] for name in SAME})
         samples = [json.loads(line) for line in (logs / "samples.jsonl").read_text().splitlines()]
-        assert [sample["step"] for sample in samples] == [0, 1, 2]
-    assert_equal_and_moved(*ends, tiny_model_path)
-    assert logged[0]["optimization/epsilon_high"] == pytest.approx([0.01, 0.02, 0.03])
+        assert [sample["step"] for sample in samples] == [0, 1, 2, 3, 4]
+    assert logged[0]["optimization/clip_bound_high"] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
     assert logged[0]["reward/overlong_penalty"][0] < 0
     for name in SAME:
         assert logged[1][name] == pytest.approx(logged[0][name]), name
+
+
+def test_two_processes_measure_and_write_what_one_does(pair: Pair, tmp_path: Path, tiny_model_path: Path) -> None:
+    arguments = (str(tiny_model_path), str(tmp_path / "one"), str(tmp_path / "two"))
+    evaluate(arguments[0], arguments[1], devices=1)
+    pair(evaluate, arguments[0], arguments[2], devices=2)
+    one, two = ({file.name: file.read_text() for file in Path(folder).iterdir()} for folder in arguments[1:])
+    assert {"metrics.csv", "predictions.jsonl"} <= two.keys()
+    assert {name for name in two if name.startswith("predictions")} == {"predictions.jsonl"}
+    for name in ("metrics.csv", "predictions.jsonl"):
+        assert two[name] == one[name]
+    assert not [log for log in pair.logs() if "sync_dist" in log]
+
+
+def test_one_ranks_failure_is_told_by_all_and_ends_all(pair: Pair, tmp_path: Path, tiny_model_path: Path) -> None:
+    """The other rank waits in a collective, where the failed one, which stays here, never comes."""
+    started = time.monotonic()
+    ended, failed = pair.attempt(fail_on_one_rank, str(tmp_path / "run"), str(tiny_model_path), grace=2.0, seconds=60)
+    assert time.monotonic() - started < 40
+    assert ended is None
+    assert "cannot be judged" in failed
+    for log in pair.logs():
+        assert "cannot be judged" in log
+    assert "rank 1 failed, and ends the run" in pair.logs()[0]

@@ -1,0 +1,98 @@
+"""One rank's failure ends the run on all ranks, with its message in every log."""
+
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.distributed_c10d import _get_default_store
+
+#: How often a rank looks whether another has failed [s].
+_LOOK = 1.0
+#: How long a failing rank waits for the others to read its message, and they for their own end, which a broken
+#: connection mostly brings at once; a collective of NCCL waits for the process group's time-out [s].
+_GRACE = 10.0
+#: Most characters of a message.
+_LENGTH = 4000
+#: Of the runs of this process, equal on all ranks: the store outlives a run.
+_RUNS = itertools.count()
+
+
+class FailureWatch(Callback):
+    """Tells the other ranks of an error, and ends this one where another has failed.
+
+    The others would wait for the failed rank in their next collective, and its reason would be in its own log only.
+    Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C reaches
+    every rank by itself and is left to Lightning.
+    """
+
+    def __init__(self) -> None:
+        self._run = f"grpo_lit/{next(_RUNS)}"
+        self._finished = threading.Event()
+        self._told = False
+        self._thread: threading.Thread | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to look."""
+        if trainer.world_size == 1 or not torch.distributed.is_initialized():
+            return
+        self._finished.clear()
+        self._thread = threading.Thread(target=self._look, args=(trainer,), daemon=True, name="grpo-lit-failures")
+        self._thread.start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Look no more."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say why this rank ends, and wait until the others know."""
+        self._stop()
+        if trainer.world_size == 1 or not torch.distributed.is_initialized() or not isinstance(exception, Exception):
+            return
+        said = "".join(traceback.format_exception(exception))[-_LENGTH:]
+        store = _get_default_store()
+        try:
+            if store.add(f"{self._run}/failures", 1) == 1:
+                store.set(f"{self._run}/message", f"rank {trainer.global_rank} failed, and ends the run:\n{said}")
+            told, until = self._acknowledge(), time.monotonic() + _GRACE
+            while told < trainer.world_size and time.monotonic() < until:
+                time.sleep(_LOOK / 10)
+                told = self._acknowledge()
+        except torch.distributed.DistError:
+            return  # the first rank, which keeps the store, has ended: it was told, or failed itself
+
+    def _stop(self) -> None:
+        self._finished.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _look(self, trainer: Trainer) -> None:
+        store = _get_default_store()
+        try:
+            while not store.check([f"{self._run}/message"]):
+                if self._finished.wait(_LOOK):
+                    return
+            said = store.get(f"{self._run}/message").decode()
+            print(said, file=sys.stderr, flush=True)
+            self._acknowledge()
+        except torch.distributed.DistError:
+            said = "the first rank is gone without a word, and ends the run"
+        if self._finished.wait(_GRACE):
+            return
+        print(f"rank {trainer.global_rank} ends, since {said.splitlines()[0]}", file=sys.stderr, flush=True)
+        try:
+            trainer.datamodule.close()  # type: ignore[attr-defined]  # no process of an engine outlives the run
+        finally:
+            # The main thread waits in a collective, where no exception reaches it.
+            os._exit(1)
+
+    def _acknowledge(self) -> int:
+        """Count this rank as told, once, and return how many are."""
+        count = _get_default_store().add(f"{self._run}/told", 0 if self._told else 1)
+        self._told = True
+        return int(count)

@@ -1,0 +1,158 @@
+"""A run that is killed again and again, each time in a process forked from one that has everything imported.
+
+``python killed_run.py MODEL FOLDER STRATEGY SEED KILLS`` prints a line of JSON for each kill, and one for the end.
+"""
+
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from toys import EvenShare, Letters
+
+from callbacks import ModelCheckpoint
+from grpo_lit.data.module import RolloutDataModule
+from grpo_lit.module import GRPOModule
+from grpo_lit.rewards import RewardCombination, WeightedReward
+from grpo_lit.rollout import Sampling
+from grpo_lit.rollouts.transformers import TransformersEngine
+from grpo_lit.strategies import FSDP2, saving
+
+#: Each half of a write, and the moments between the moves that put it in place, last this long [s].
+SLOW = 0.05
+
+
+class Journal(Callback):
+    """Writes down what a run did: where it began, and which steps were saved."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._note("began", trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._note("saved", trainer.global_step)  # what the last step wrote is in place
+
+    def _note(self, event: str, step: int) -> None:
+        with self.file.open("a") as lines:
+            lines.write(f"{event} {step}\n")
+
+
+def slow_down() -> None:
+    """Make every moment of a save long enough to be killed in."""
+    write, put_in_place, remove = torch.save, saving.put_in_place, saving.remove
+
+    def slow_write(content: Any, file: Any) -> None:
+        if not isinstance(content, dict):  # a tensor among many shards
+            write(content, file)
+            return
+        buffer = io.BytesIO()
+        write(content, buffer)
+        target = file.open("wb") if isinstance(file, Path) else file
+        half = len(buffer.getvalue()) // 2
+        target.write(buffer.getvalue()[:half])
+        target.flush()
+        time.sleep(SLOW)
+        target.write(buffer.getvalue()[half:])
+        target.flush()
+
+    def slow(function: Any) -> Any:
+        def call(path: Path) -> None:
+            time.sleep(SLOW / 4)
+            function(path)
+            time.sleep(SLOW / 4)
+
+        return call
+
+    torch.save = slow_write
+    saving.put_in_place, saving.remove = slow(put_in_place), slow(remove)
+
+
+def train(model: str, folder: Path, strategy: str, max_steps: int) -> None:
+    """Train from the last checkpoint on, saving after every step."""
+    saved = folder / "saved"
+    trainer = Trainer(
+        max_steps=max_steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=1,
+        strategy=FSDP2() if strategy == "fsdp2" else "auto",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            Journal(folder / "journal"),
+            ModelCheckpoint(saved, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last="link"),
+        ],
+    )
+    data = RolloutDataModule(
+        engine=TransformersEngine(device="cpu"),
+        train=Letters(),
+        rewards=RewardCombination({"even": WeightedReward(EvenShare())}, correct_at=0.5),
+        sampling=Sampling(max_tokens=4, completions=2),
+        prompts_per_rollout=2,
+        max_prompt_tokens=100,
+        checkpoint=model,
+    )
+    last = saved / "last.ckpt"
+    module = GRPOModule(model, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-4))
+    trainer.fit(module, datamodule=data, ckpt_path=str(last) if os.path.lexists(last) else None)
+
+
+def forked(model: str, folder: Path, strategy: str, max_steps: int) -> int:
+    """Return the process that trains."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        train(model, folder, strategy, max_steps)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def read(journal: Path, event: str) -> list[int]:
+    """Return the steps of an event."""
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    return [int(line.split()[1]) for line in lines if line.startswith(event)]
+
+
+def main(model: str, folder: Path, strategy: str, seed: int, kills: int) -> None:
+    """Kill the run at random moments and tell what each kill left behind; at last let it end."""
+    slow_down()
+    journal, saved_in, moments = folder / "journal", folder / "saved", random.Random(seed)
+    for number in range(kills):
+        begun, saved = len(read(journal, "began")), max(read(journal, "saved"), default=0)
+        child = forked(model, folder, strategy, 1000)
+
+        def wait_until(condition: Callable[[], bool], child: int = child) -> None:
+            while not condition():
+                if os.waitpid(child, os.WNOHANG) != (0, 0):
+                    sys.exit("the run ended by itself")
+                time.sleep(0.002)
+
+        wait_until(lambda saved=saved: max(read(journal, "saved"), default=0) >= saved + 2)
+        if number % 2:  # while it writes; the others at any time
+            wait_until(lambda: any(saved_in.glob(".*.unfinished")))
+        time.sleep(moments.uniform(0, SLOW if number % 2 else 8 * SLOW))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left = sorted(file.name for file in saved_in.iterdir())
+        told = {"began": read(journal, "began")[begun:], "saved": max(read(journal, "saved")), "left": left}
+        print(json.dumps(told), flush=True)
+    end = max(read(journal, "saved")) + 2
+    _, status = os.waitpid(forked(model, folder, strategy, end), 0)
+    print(json.dumps({"began": read(journal, "began")[-1:], "saved": end, "status": status}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

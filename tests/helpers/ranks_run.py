@@ -1,0 +1,86 @@
+"""Runs of the command line that tell what came out, for one process or each of two: tests/runs/test_ranks.py."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pair import REPO
+from toys import Record
+
+from grpo_lit.cli import run
+
+CONFIGS = REPO / "configs"
+
+#: 5 steps on 5 prompts, of which 2 ranks have 3 and 2, with answers of 1 to 6 tokens.
+OVERLAY = """
+trainer:
+  max_steps: 5
+  accelerator: cpu
+  enable_progress_bar: false
+  num_sanity_val_steps: 0
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: null}}
+  callbacks:
+    - class_path: callbacks.ModelCheckpoint
+      init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 1, save_top_k: -1}
+    - class_path: toys.Record
+model:
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5, momentum: 0.5}}
+  gradient_clip_norm: 0.5
+  max_tokens_per_micro_batch: 60
+data:
+  engine: {class_path: TransformersEngine, init_args: {device: cpu}}
+  train: {class_path: toys.Letters, init_args: {size: 12}}
+  val: null
+  rewards: {rewards: {some: {reward: {class_path: toys.EvenShare}}}, correct: some, correct_at: 0.5}
+  sampling: {max_tokens: 6, completions: 3}
+  prompts_per_rollout: 5
+  max_prompt_tokens: 100
+"""
+
+
+def fit(
+    folder: str,
+    checkpoint: str,
+    strategy: str,
+    recipe: str,
+    words: Sequence[str] = (),
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Train, and return what this rank knows of it: the whole weights, and what :class:`toys.Record` kept.
+
+    Args:
+        folder: Where the run writes ``saved`` and ``logs``.
+        checkpoint: The model.
+        strategy: Name of an overlay.
+        recipe: Name of an overlay.
+        words: More of the command line.
+        resume: A checkpoint to go on from.
+    """
+    Path(folder).mkdir(exist_ok=True)  # every rank
+    before = Path.cwd()
+    overlay = yaml.safe_load(OVERLAY)
+    overlay["model"]["checkpoint"] = checkpoint
+    tiny = Path(folder) / f"tiny{os.environ.get('LOCAL_RANK', '')}.yaml"
+    tiny.write_text(yaml.safe_dump(overlay))
+    files = [*(CONFIGS / f"{name}.yaml" for name in ("base", f"recipe/{recipe}", f"strategy/{strategy}")), tiny]
+    arguments = [word for file in files for word in ("--config", str(file))]
+    os.chdir(folder)
+    try:
+        cli = run(["fit", *arguments, *words, *(["--ckpt_path", resume] if resume else [])])
+    finally:
+        os.chdir(before)
+    weights = {name: tensor.detach().clone() for name, tensor in cli.model.named_weights()}
+    (record,) = [part for part in cli.trainer.callbacks if isinstance(part, Record)]
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    return {"weights": weights, "global_step": cli.trainer.global_step, **record.kept}
+
+
+def fail_on_one_rank(folder: str, checkpoint: str, grace: float) -> None:
+    """Train with a reward that fails on rank 1, in its second step."""
+    from grpo_lit.strategies import failures
+
+    failures._GRACE = grace
+    fit(folder, checkpoint, "ddp", "grpo", ["--data.rewards.rewards.some.reward", "toys.FailsOnOneRank"])

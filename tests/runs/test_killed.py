@@ -1,0 +1,48 @@
+"""A run that is killed at random moments, most of them while it saves, always goes on from its last save."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pair import REPO
+
+KILLS = {"single": 10, "fsdp2": 4}
+
+
+@pytest.mark.parametrize("strategy", KILLS)
+def test_no_kill_costs_more_than_the_steps_since_the_last_save(
+    strategy: str, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    script = REPO / "tests/helpers/killed_run.py"
+    paths = os.pathsep.join([str(REPO), str(REPO / "tests/helpers"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), str(tiny_model_path), str(tmp_path), strategy, "0", str(KILLS[strategy])],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *kills, end = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert len(kills) == KILLS[strategy]
+    assert end["status"] == 0, done.stderr[-3000:]
+    saved = 0
+    for told in [*kills, end]:  # each begins where the one before had got, or a step later
+        (began,) = told["began"]
+        assert saved <= began <= saved + 1
+        saved = told["saved"]
+    # Every second one was aimed at a write, and may have come too late.
+    during = [told for told in kills if any(name.endswith(".unfinished") for name in told["left"])]
+    assert during, "no kill hit a save"
+    last = tmp_path / "saved" / "last.ckpt"
+    file = last / "meta.pt" if strategy == "fsdp2" else last
+    assert torch.load(file, weights_only=True)["global_step"] == end["saved"]
+    names = sorted(entry.name for entry in (tmp_path / "saved").iterdir() if not entry.name.startswith("."))
+    assert names[0] == "last.ckpt"
+    for name in names:  # a kill between a save and what makes it the last leaves one more that is whole
+        entry = tmp_path / "saved" / name
+        torch.load(entry / "meta.pt" if entry.is_dir() else entry, weights_only=True)
