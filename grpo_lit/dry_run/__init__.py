@@ -1,0 +1,1 @@
+"""What a run would need of each rank, from its configuration alone."""

@@ -1,0 +1,55 @@
+"""scripts/dry_run takes the configuration of fit, and says what will not fit."""
+
+from pathlib import Path
+
+import pytest
+from jsonargparse import Namespace
+
+from grpo_lit.dry_run.cli import chosen_strategy, main, ranks
+from grpo_lit.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def words(model: Path, *overlays: str) -> list[str]:
+    files = [CONFIGS / f"{name}.yaml" for name in ("base", *overlays)]
+    return [*(word for file in files for word in ("--config", str(file))), "--model.checkpoint", str(model)]
+
+
+def test_a_configuration_of_fit_is_put_into_a_table(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data.max_prompt_tokens", "64", "--data.sampling.max_tokens", "32"]
+    assert main([*words(tiny_model_path, "recipe/grpo", "strategy/fsdp2"), *small, "--memory-gib", "4"]) == 0
+    said = capsys.readouterr()
+    assert "a rank of 2" in said.out
+    assert "fsdp2 *" in said.out
+    (tokens,) = [line for line in said.out.splitlines() if "completion tokens" in line]
+    assert tokens.count("4,096") == 2  # 32 prompts, 8 answers of 32 tokens: 8,192 on one rank
+    assert said.err == ""
+
+
+def test_what_does_not_fit_is_told_and_fails(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words(tiny_model_path, "recipe/dapo"), "--memory-gib", "0.01", "--world-size", "4"]) == 1
+    said = capsys.readouterr()
+    assert "a rank of 4" in said.out
+    for name in ("single", "ddp", "fsdp2"):
+        assert f"warning: {name} does not fit: " in said.err
+    assert "model.max_tokens_per_micro_batch" in said.err
+
+
+def test_a_mistake_is_answered_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path / "nothing", "recipe/grpo", "strategy/single")) == 2
+    assert "model.checkpoint" in capsys.readouterr().err
+
+
+def test_ranks_are_those_of_the_trainer() -> None:
+    for devices, nodes, count in ((2, 1, 2), ([0, 1], 3, 6), ("4", 2, 8)):
+        assert ranks(Namespace(devices=devices, num_nodes=nodes)) == count
+    with pytest.raises(ConfigError, match="world-size"):
+        ranks(Namespace(devices="auto", num_nodes=1))
+
+
+def test_strategies_go_by_the_names_of_their_overlays() -> None:
+    names = ("auto", "ddp", "ddp_find_unused_parameters_true")
+    assert [chosen_strategy(name) for name in names] == ["single", "ddp", "ddp"]
+    for path, name in {"grpo_lit.strategies.FSDP2": "fsdp2", "lightning.pytorch.strategies.DDPStrategy": "ddp"}.items():
+        assert chosen_strategy(Namespace(class_path=path)) == name

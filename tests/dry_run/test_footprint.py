@@ -1,0 +1,72 @@
+"""What is said of a model from its configuration is what a real one takes."""
+
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from grpo_lit.dry_run.footprint import Footprint, Sizes, activation_bytes
+from grpo_lit.dry_run.workload import Workload
+from grpo_lit.module import GRPOModule
+from grpo_lit.policy.checkpoint import load_model
+from grpo_lit.policy.policy import Policy
+
+MAKE = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_parameters_gradients_and_states_are_exact(tiny_model_path: Path, name: str) -> None:
+    told = Footprint.of(GRPOModule(str(tiny_model_path), optimizer=MAKE[name]))
+    policy = Policy(load_model(str(tiny_model_path)))
+    optimizer = MAKE[name](list(policy.parameters()))
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert told.parameters.bytes() == sum(p.nbytes for p in policy.parameters())
+    assert told.gradients.bytes() == sum(p.grad.nbytes for p in policy.parameters())
+    assert told.states.bytes() == sum(state.nbytes for state in states)
+    assert not told.assumed_states
+    assert sum(told.layers) + told.rest == told.parameters.bytes()
+    assert len(told.layers) == 2
+
+
+def test_states_of_an_optimizer_that_reads_values_are_a_guess_that_is_told(tiny_model_path: Path) -> None:
+    told = Footprint.of(GRPOModule(str(tiny_model_path), optimizer=torch.optim.Adafactor))
+    assert told.assumed_states
+    assert told.states.bytes() == 2 * told.parameters.bytes()
+
+
+def test_rows_are_cut_into_chunks_of_equal_size() -> None:
+    # 5 rows of 3 on 2 ranks: chunks of 3 and 2; on 4: 2, 2, 1, 0. Scalars are on all.
+    sizes = Sizes.of([torch.empty(5, 3), torch.empty(())], like=[torch.Size((5, 3))])
+    assert [sizes.bytes(2, rank) for rank in range(2)] == [4 * (9 + 1), 4 * (6 + 1)]
+    assert [sizes.bytes(4, rank) for rank in range(4)] == [4 * (6 + 1), 4 * (6 + 1), 4 * (3 + 1), 4]
+    assert sizes.bytes() == 64
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_those_of_a_real_pass(tiny_model_path: Path, checkpointing: bool) -> None:
+    pack = Workload(400, 4, 20, 20, budget=8192, share_prefix=True).largest_pack()
+    module = GRPOModule(str(tiny_model_path), gradient_checkpointing=checkpointing)
+    Footprint.of(module)
+    told = activation_bytes(module, pack)
+    policy = Policy(load_model(str(tiny_model_path))).train()
+    if checkpointing:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # counted apart
+    targets = torch.ones(len(pack.predictor), dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        policy(pack, targets, 1.0).logprobs.sum().backward()
+    events = profiler.profiler.kineto_results.events()
+    taken = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    measured = max(accumulate(size for _, size in taken))
+    print(f"{told / 2**20:.1f} MiB told, {measured / 2**20:.1f} measured")
+    assert measured / 1.25 < told < 1.25 * measured
