@@ -8,6 +8,7 @@ from typing import Literal, cast
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.evaluating import EvaluatingModule
@@ -18,6 +19,8 @@ from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
+from grpo_lit.strategies.fsdp import FSDP, whole_weights
+from grpo_lit.strategies.precision import leave_batches
 from grpo_lit.strategies.saving import save_atomically
 
 ReferenceDtype = Literal["auto", "float32", "bfloat16", "nf4"]
@@ -71,8 +74,9 @@ class ModelsModule(EvaluatingModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Make checkpoints survive the end of the process that writes them."""
+        """Make checkpoints survive the end of the process that writes them, and keep batches as they are."""
         save_atomically(self.trainer.strategy)
+        leave_batches(self.trainer.strategy)
 
     @float32_by_default()
     def configure_model(self) -> None:
@@ -99,17 +103,16 @@ class ModelsModule(EvaluatingModule):
             self.old_policy = AdapterSnapshot(self.policy) if adapted else self._make_frozen("auto")
 
     def _check_mesh(self) -> None:
-        if self._device_mesh is None:
-            return
-        if (size := self._device_mesh["tensor_parallel"].size()) > 1:
+        if self._device_mesh is not None and (size := self._device_mesh["tensor_parallel"].size()) > 1:
             raise ConfigError(
                 f"`trainer.strategy` expected a tensor-parallel size of 1, but got {size}: use "
                 "grpo_lit.strategies.FSDP2"
             )
-        if self.adapter is not None or self.reference_dtype == "nf4":
+        if self._in_shards and (self.adapter is not None or self.reference_dtype == "nf4"):
             key = "model.reference_dtype: nf4" if self.adapter is None else "model.adapter"
+            name = "FSDP" if self._device_mesh is None else "FSDP2"
             raise ConfigError(
-                f"`{key}` and `trainer.strategy: FSDP2` contradict: frozen, trained and 4-bit weights are not sharded "
+                f"`{key}` and `trainer.strategy: {name}` contradict: frozen, trained and 4-bit weights are not sharded "
                 "together here. Use configs/strategy/ddp.yaml, or drop one of them"
             )
 
@@ -149,7 +152,7 @@ class ModelsModule(EvaluatingModule):
             NF4().quantize(policy.model, policy.model.get_output_embeddings(), self._products_dtype)
         elif held == "bfloat16":
             policy.bfloat16()
-        elif held == "auto" and not self.averages_reference:
+        elif held == "auto" and not self.averages_reference and not self._in_shards:
             hold_casts(policy, self._products_dtype)
         return policy
 
@@ -173,14 +176,18 @@ class ModelsModule(EvaluatingModule):
 
     def cast_once(self) -> AbstractContextManager:
         """Keep autocast's copies of weights for all passes within; of shards they would undo what sharding saves."""
-        return nullcontext() if self._device_mesh is not None else cast_once(self.device)
+        return nullcontext() if self._in_shards else cast_once(self.device)
+
+    @property
+    def _in_shards(self) -> bool:
+        return self._device_mesh is not None or isinstance(self.trainer.strategy, FSDP)
 
     def keep_old_policy(self) -> None:
         """Make the old policy what the policy is now."""
         if isinstance(self.old_policy, AdapterSnapshot):
             self.old_policy.take()
         else:
-            self.old_policy.load_state_dict(self.policy.state_dict())
+            self._move(self.old_policy)
 
     def check_refresh(self, decay: float) -> None:
         """Refuse to move a reference that cannot be moved so.
@@ -203,20 +210,26 @@ class ModelsModule(EvaluatingModule):
                 f"{', '.join(sorted(dtypes))}: set it, and `trainer.precision` to 32-true or bf16-mixed"
             )
 
-    @torch.no_grad()
     def refresh_reference(self, decay: float = 0.0) -> None:
         """Move the reference towards the policy: reference = decay * reference + (1 - decay) * policy.
 
         Args:
             decay: 0 makes it the policy.
         """
-        for old, new in zip(cast("Policy", self.reference).parameters(), self.policy.parameters(), strict=True):
+        self._move(cast("Policy", self.reference), decay)
+
+    @torch.no_grad()
+    def _move(self, copied: Policy, decay: float = 0.0) -> None:
+        for old, new in zip(copied.parameters(), self.policy.parameters(), strict=True):
             old.lerp_(new.to(old.dtype), 1 - decay)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights, whole, one at a time, under their Hugging Face names; all ranks must go along."""
         if self.adapter is not None:
             yield from published_weights(self.policy.model)
+            return
+        if isinstance(self.policy, FullyShardedDataParallel):
+            yield from ((name.removeprefix("model."), tensor) for name, tensor in whole_weights(self.policy))
             return
         for name, tensor in self.policy.model.state_dict().items():
             yield name, whole(tensor)

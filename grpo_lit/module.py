@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed.tensor import DTensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.callback import RolloutHooks
@@ -27,6 +26,7 @@ from grpo_lit.policy.precision import float32_by_default, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
+from grpo_lit.strategies.gradients import clip_gradients, drop_gradients
 
 OldPolicy = Literal["logprobs", "weights", "sampler"]
 
@@ -153,7 +153,7 @@ class GRPOModule(CheckpointedModule):
             self.max_tokens_per_micro_batch,
             bool(self.share_prefix),
             self.ranks,
-            self.device,
+            self.trainer.strategy.root_device,
             self.shadows,
             self.measurements,
         )
@@ -191,9 +191,9 @@ class GRPOModule(CheckpointedModule):
 
     def _update(self, minibatch: Minibatch) -> tuple[dict[str, float], str | None]:
         """Try an optimizer step; return what to log, and why nothing could be made of the minibatch."""
-        started, memory = time.perf_counter(), PeakMemory(self.device)
+        started, memory = time.perf_counter(), PeakMemory(self.trainer.strategy.root_device)
         rollout = minibatch.rollout
-        self.policy.entropy_gradient = self.objective.entropy_coefficient > 0  # a controller may have changed it
+        self.policy.set_entropy_gradient(self.objective.entropy_coefficient > 0)  # a controller may have changed it
         if minibatch.update == 0:
             self._begin(rollout)
         batch = rollout.batch.select(rollout.updates[minibatch.update])
@@ -251,17 +251,18 @@ class GRPOModule(CheckpointedModule):
         """
         optimizer = self.optimizers()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        limit = math.inf if self.gradient_clip_norm is None else self.gradient_clip_norm
-        total = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        strategy = self.trainer.strategy
+        if output.micro_batches == 0:
+            return 0.0, "no group has signal (all rewards of each group are equal)"
+        norm = clip_gradients(strategy, self.policy, parameters, self.gradient_clip_norm)
         # Gradients are averaged over ranks by now, so every rank comes to the same verdict.
         problem = None if math.isfinite(norm) else "its gradient is not finite"
-        if output.micro_batches == 0:
-            problem = "no group has signal (all rewards of each group are equal)"
         if problem is None:
             optimizer.step()
             if (scheduler := self.lr_schedulers()) is not None:
                 scheduler.step()
+        else:
+            drop_gradients(strategy)
         optimizer.zero_grad()
         return norm, problem
 

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from glossary import unexplained
+from torch.distributed.run import get_args_parser
 
 from grpo_lit.ablate.cells import cells_of
 from grpo_lit.ablate.spec import load_spec
@@ -149,6 +151,34 @@ def test_a_run_goes_on_from_its_last_checkpoint(tiny_yaml: Path, tmp_path: Path)
     last = next(tmp_path.rglob("last.ckpt"))
     cli = run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), "--ckpt_path", str(last), "--trainer.max_steps", "4"])
     assert cli.trainer.global_step == 4
+
+
+def launched() -> list[list[str]]:
+    """Return the words of every command for several machines that an overlay's comment shows."""
+    comments = [file.read_text().replace("\\\n#", "") for file in (CONFIGS / "strategy").glob("*.yaml")]
+    lines = [line.removeprefix("#").split() for text in comments for line in text.splitlines()]
+    return [words for words in lines if words and words[0] in ("torchrun", "srun")]
+
+
+def test_commands_for_several_machines_parse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    commands = launched()
+    assert {command[0] for command in commands} == {"torchrun", "srun"}
+    for command in commands:
+        if command[0] == "torchrun":
+            parsed = get_args_parser().parse_args(command[1:])
+            assert [parsed.training_script, parsed.training_script_args[0]] == ["grpo-lit", "fit"]
+        start = command.index("grpo-lit")
+        given = dict(pairwise(command[1:start]))
+        tasks = int(given.get("--nproc-per-node") or given["--ntasks-per-node"])
+        with pytest.raises(SystemExit) as stop:
+            run([*command[start + 1 :], "--print_config"])
+        assert stop.value.code == 0
+        trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+        assert int(trainer["devices"]) == tasks
+        assert trainer["num_nodes"] == int(given.get("--nnodes") or given["--nodes"])
 
 
 MISTAKES = {

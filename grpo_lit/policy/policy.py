@@ -56,6 +56,10 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.adapted = False
 
+    def set_entropy_gradient(self, wanted: bool) -> None:
+        """Let the entropy carry gradient, or not; reaches the policy through a wrapper too, where setting would not."""
+        self.entropy_gradient = wanted
+
     def forward(
         self, pack: Pack, targets: TokenInt, temperature: float, kept: KeptTensors | None = None
     ) -> PolicyOutput:

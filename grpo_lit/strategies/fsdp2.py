@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from grpo_lit.strategies.saving import METADATA, begin, finish, put_in_place, sync_file, unfinished
+from grpo_lit.strategies.saving import METADATA, begin, check_readable, put_in_place, sync_file, unfinished
 
 
 class FSDP2(ModelParallelStrategy):
@@ -62,5 +62,5 @@ class FSDP2(ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's share of a folder of shards, or of one file."""
-        finish(Path(self.broadcast(checkpoint_path)))
+        check_readable(Path(self.broadcast(checkpoint_path)))
         return super().load_checkpoint(checkpoint_path, weights_only)

@@ -14,6 +14,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from grpo_lit.errors import ConfigError
+
 #: What a folder of shards holds beside them.
 METADATA = "meta.pt"
 
@@ -47,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read a file, or all shards of a folder that FSDP2 wrote, as the file that it would have been."""
-        finish(Path(path))
+        check_readable(Path(path))
         if is_sharded(Path(path)):
             return read_whole(Path(path))
         return super().load_checkpoint(path, map_location, weights_only)
@@ -72,6 +74,20 @@ def save_atomically(strategy: Strategy) -> None:
 def is_sharded(checkpoint: Path) -> bool:
     """Return whether this is a folder of shards, complete."""
     return (checkpoint / METADATA).is_file()
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Finish what a killed process left, and refuse a folder of anything else than shards.
+
+    Raises:
+        ConfigError: It is one, such as those of DeepSpeed.
+    """
+    finish(checkpoint)
+    if checkpoint.is_dir() and not is_sharded(checkpoint):
+        raise ConfigError(
+            f"`ckpt_path` expected a checkpoint file or a folder of shards, but got {checkpoint}, a folder without "
+            f"{METADATA}: those of DeepSpeed are read with configs/strategy/deepspeed.yaml alone"
+        )
 
 
 def read_whole(folder: Path) -> dict[str, Any]:

@@ -63,8 +63,10 @@ def assert_equal(two: list[Run], one: Run, rtol: float = 1e-5, atol: float = 1e-
             assert rank[name] == pytest.approx(one[name][-len(rank[name]) :], rel=max(rtol, 1e-4), abs=atol), name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("recipe", SETTINGS)
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [*((recipe, strategy) for recipe in SETTINGS for strategy in ("ddp", "fsdp2")), ("grpo", "fsdp"), ("dapo", "fsdp")],
+)
 def test_two_processes_equal_one(run: Callable[..., list[Run]], ragged_model: str, recipe: str, strategy: str) -> None:
     """Field bug F1: ranks without signal keep step. Field bug F6: one norm, which clips."""
     (one,), two = run("single", recipe), run(strategy, recipe)
@@ -89,7 +91,10 @@ def test_a_run_stopped_between_two_updates_goes_on_the_same(run: Callable[..., l
         assert_equal([again], rank, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("wrote", "goes_on"), [("fsdp2", "single"), ("fsdp2", "ddp"), ("single", "fsdp2")])
+@pytest.mark.parametrize(
+    ("wrote", "goes_on"),
+    [("fsdp2", "single"), ("fsdp2", "ddp"), ("single", "fsdp2"), ("fsdp", "single"), ("single", "fsdp")],
+)
 def test_any_strategy_goes_on_from_any_checkpoint(run: Callable[..., list[Run]], wrote: str, goes_on: str) -> None:
     """Shards of two ranks on one and on two that hold all, and one file in shards."""
     (one,), stopped = run("single", "grpo"), run(wrote, "grpo")[0]["folder"] / "saved" / "step=2.ckpt"

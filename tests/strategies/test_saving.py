@@ -10,6 +10,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from grpo_lit.errors import ConfigError
 from grpo_lit.strategies.saving import (
     METADATA,
     AtomicCheckpointIO,
@@ -111,3 +112,9 @@ def test_what_the_user_chose_stays() -> None:
     save_atomically(chosen)
     assert isinstance(plain.checkpoint_io, AtomicCheckpointIO)
     assert not isinstance(chosen.checkpoint_io, TorchCheckpointIO)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").mkdir()
+    with pytest.raises(ConfigError, match=r"ckpt_path.*folder of shards.*DeepSpeed"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")

@@ -1,0 +1,81 @@
+"""DeepSpeed is asked for in words; what it would do is seen on a stand-in for its engine, and on a CUDA device."""
+
+import importlib.util
+import math
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from ranks_run import OVERLAY
+
+from grpo_lit.cli import main, run
+from grpo_lit.errors import ConfigError
+from grpo_lit.strategies import DeepSpeed
+from grpo_lit.strategies.gradients import clip_gradients, drop_gradients
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_what_is_missing_is_told_in_a_few_lines(
+    tiny_model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
+    files = [CONFIGS / f"{name}.yaml" for name in ("base", "engine/transformers", "strategy/deepspeed")]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *(w for f in files for w in ("--config", str(f))), f"--model.checkpoint={tiny_model_path}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "trainer.strategy" in said
+    assert "pip install 'deepspeed" in said
+    with pytest.raises(ConfigError, match=r"stage.*expected 1 or 2, but got 3.*fsdp2"):
+        DeepSpeed(stage=3)
+
+
+@pytest.fixture
+def strategy() -> DeepSpeed:
+    """A strategy whose engine and optimizer are stand-ins."""
+    made = DeepSpeed.__new__(DeepSpeed)
+    made._model = Mock()
+    made._optimizers = [Mock(loss_scale=4.0, cpu_offload=False, averaged_gradients={0: ["g"], 1: ["g"]})]
+    return made
+
+
+def test_a_step_of_several_micro_batches_ends_with_the_last(strategy: DeepSpeed) -> None:
+    with strategy.block_backward_sync():
+        strategy._model.set_gradient_accumulation_boundary.assert_called_once_with(False)
+    assert strategy._model.set_gradient_accumulation_boundary.call_args.args == (True,)
+
+
+@pytest.mark.parametrize(("scaled", "norm"), [(8.0, 2.0), (-1.0, math.nan)])  # -1: not finite
+def test_the_norm_is_deepspeeds(strategy: DeepSpeed, scaled: float, norm: float) -> None:
+    strategy._optimizers[0].scaled_global_norm.return_value = torch.tensor(scaled)
+    assert clip_gradients(strategy, torch.nn.Identity(), [], limit=1.0) == pytest.approx(norm, nan_ok=True)
+
+
+def test_gradients_without_a_step_are_forgotten(strategy: DeepSpeed) -> None:
+    """Field bug F9: the next step's would be added to them."""
+    drop_gradients(strategy)
+    (optimizer,) = strategy._optimizers
+    assert optimizer.averaged_gradients == {0: None, 1: None}
+    assert optimizer.micro_step_id == -1
+    optimizer.zero_grad.assert_called_once_with()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_a_run_on_a_cuda_device(
+    name: str, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classic FSDP with NCCL, and ZeRO; on two CPU processes FSDP is held against one in tests/runs/test_ranks.py."""
+    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("peer not installed: deepspeed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(OVERLAY)
+    files = [CONFIGS / "base.yaml", CONFIGS / f"strategy/{name}.yaml", tmp_path / "tiny.yaml"]
+    words = ["fit", *(word for file in files for word in ("--config", str(file)))]
+    cli = run([*words, f"--model.checkpoint={tiny_model_path}", "--trainer.accelerator=cuda", "--trainer.devices=1"])
+    assert cli.trainer.global_step == 5
+    assert cli.trainer.callback_metrics["optimization/grad_norm"] > 0

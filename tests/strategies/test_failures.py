@@ -1,0 +1,73 @@
+"""Who is told of a failure, by whom, and what it costs; two real processes are in tests/runs/test_ranks.py."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.distributed import HashStore
+
+from grpo_lit.strategies import failures
+from grpo_lit.strategies.failures import FailureWatch
+
+MODULE = Mock(spec=LightningModule)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[FailureWatch, Any]]:
+    """``watch(rank)``: a rank of two that look into one store ten times a second; for its trainer too."""
+    store = HashStore()
+    monkeypatch.setattr(failures, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(failures, "_LOOK", 0.1)
+
+    def make(rank: int) -> tuple[FailureWatch, Any]:
+        made = FailureWatch()
+        made._run = "run"  # two processes count alike, one counts them apart
+        return made, Mock(spec=Trainer, world_size=2, global_rank=rank, datamodule=Mock())
+
+    return make
+
+
+def test_a_rank_that_waits_is_told_and_ended(
+    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(failures, "_GRACE", 0.2)
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    (waiting, its), (failing, others) = watch(0), watch(1)
+    waiting.setup(its, MODULE, "fit")
+    failing.on_exception(others, MODULE, ValueError("no such answer"))
+    assert ended.wait(5)
+    said = capsys.readouterr().err
+    assert "rank 1 failed, and ends the run" in said
+    assert "ValueError: no such answer" in said
+    its.datamodule.close.assert_called_once_with()
+
+
+def test_a_rank_that_ends_by_itself_is_left_alone(
+    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("ended"))
+    (second, its), (first, others) = watch(0), watch(1)
+    second.setup(its, MODULE, "fit")
+    first.on_exception(others, MODULE, ValueError("the cause"))  # returns when the other has read it
+    second.on_exception(its, MODULE, RuntimeError("connection closed"))
+    assert "the cause" in capsys.readouterr().err
+    third, trainer = watch(0)
+    third.setup(trainer, MODULE, "fit")
+    third.teardown(trainer, MODULE, "fit")
+
+
+def test_ctrl_c_and_single_processes_are_nobodys_failure(watch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_GRACE", 60.0)
+    started, (rank, trainer) = time.monotonic(), watch(0)
+    rank.on_exception(trainer, MODULE, KeyboardInterrupt())
+    rank.on_exception(Mock(spec=Trainer, world_size=1), MODULE, ValueError())
+    assert time.monotonic() - started < 5
+    assert not failures._get_default_store().check(["run/message"])
