@@ -60,6 +60,8 @@ class Panels(Callback):
     def _write_row(self, trainer: Trainer) -> None:
         """Name the metrics only: the tab takes their last values from the curves, and no point is added to those."""
         names = [name for name in trainer.callback_metrics if is_accuracy(name) or name == "reward/correct"]
+        if not trainer.is_global_zero:  # the others have no writer
+            return
         for logger in tensorboards(trainer):
             for summary in hparams(self._hparams, dict.fromkeys(sorted(names), 0.0)):
                 logger.experiment._get_file_writer().add_summary(summary)

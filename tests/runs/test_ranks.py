@@ -128,13 +128,20 @@ WATCHED = """
 - {class_path: callbacks.Histograms, init_args: {every_n_steps: 2}}
 - class_path: callbacks.EarlyStop
 - class_path: callbacks.GradientNoiseScale
+- class_path: callbacks.Health
+- class_path: callbacks.Panels
+- class_path: callbacks.Console
+"""
+LOGGERS = """
+- {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: null}}
+- {class_path: lightning.pytorch.loggers.TensorBoardLogger, init_args: {save_dir: board}}
 """
 SAME = ("optimization/clip_bound_high", "reward/overlong_penalty", "length/overlong", "length/repetition")
 
 
 def test_callbacks_shape_and_say_the_same_on_two_processes(run: Callable[..., list[Run]]) -> None:
-    """Field bug F5: tables are written on rank 0 alone, and nobody waits for the other."""
-    words = ("--trainer.callbacks", WATCHED, "--trainer.enable_checkpointing", "false")
+    """Field bug F5: tables are written on rank 0 alone, which alone has a writer, and nobody waits for the other."""
+    words = ("--trainer.callbacks", WATCHED, "--trainer.logger", LOGGERS, "--trainer.enable_checkpointing", "false")
     (one,), two = run("single", "dapo", *words), run("ddp", "dapo", *words)
     assert_equal(two, one)
     logged = []
@@ -143,6 +150,7 @@ def test_callbacks_shape_and_say_the_same_on_two_processes(run: Callable[..., li
         with (logs / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         logged.append({name: [float(row[name]) for row in rows if row[name]] for name in SAME})
+        assert list(folder.glob("board/**/events.*"))
         samples = [json.loads(line) for line in (logs / "samples.jsonl").read_text().splitlines()]
         assert [sample["step"] for sample in samples] == [0, 1, 2, 3, 4]
     assert logged[0]["optimization/clip_bound_high"] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
