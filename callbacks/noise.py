@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -64,7 +65,8 @@ class GradientNoiseScale(RolloutCallback):
         """Watch the gradients that each backward adds."""
         module = cast("GRPOModule", pl_module)
         parameters = [parameter for parameter in module.policy.parameters() if parameter.requires_grad]
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
+        sharded = isinstance(module.policy, FullyShardedDataParallel)
+        if sharded or any(isinstance(parameter, DTensor) for parameter in parameters):
             raise ConfigError("`trainer.callbacks: GradientNoiseScale` expected whole weights on every rank: drop it")
         # A leaf's hook sees what one backward adds, before it is accumulated or summed over ranks.
         self._handles = [parameter.register_hook(self._add) for parameter in parameters]

@@ -1,7 +1,12 @@
 """The estimate of the true gradient's norm is unbiased, whatever the parts' sizes."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from callbacks import GradientNoiseScale
 from callbacks.noise import gradient_signal
@@ -35,3 +40,12 @@ def test_one_part_says_nothing():
 def test_a_decay_that_forgets_nothing_is_refused():
     with pytest.raises(ConfigError, match="`decay` of GradientNoiseScale"):
         GradientNoiseScale(decay=1.0)
+
+
+@pytest.mark.parametrize("kind", [DTensor, FullyShardedDataParallel])
+def test_weights_in_shards_are_refused(kind):
+    shard = Mock(spec=DTensor, requires_grad=True)
+    policy = Mock(spec=kind if kind is FullyShardedDataParallel else torch.nn.Module)
+    policy.parameters.return_value = [shard if kind is DTensor else torch.ones(2, requires_grad=True)]
+    with pytest.raises(ConfigError, match="whole weights"):
+        GradientNoiseScale().on_fit_start(Mock(spec=Trainer), Mock(spec=LightningModule, policy=policy))

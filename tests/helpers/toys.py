@@ -68,19 +68,35 @@ class FailsOnOneRank(EvenShare):
         return super().__call__(prompt, completions)
 
 
+class Poison(Callback):
+    """Makes the third minibatch's log-probs of the sampler NaN, on the first rank alone."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and trainer.is_global_zero:
+            batch.rollout.batch.sampler_logprobs.fill_(float("nan"))
+
+
 class Record(Callback):
     """Keeps what a rank saw of a run.
 
     Attributes:
-        kept: ``loss`` and ``grad_norm`` of every step, ``signal``: its sequences with an advantage, ``lengths`` of
-            its answers, and ``footprint``: bytes of parameters, gradients and optimizer states before the last step.
+        kept: ``loss``, ``grad_norm`` and ``skipped`` of every step; ``signal``: its sequences with an advantage;
+            ``lengths`` of its answers; ``footprint``: bytes of parameters, gradients and optimizer states before the
+            last step.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, Any] = {"loss": [], "grad_norm": [], "signal": [], "lengths": [], "footprint": {}}
+        self.kept: dict[str, Any] = {
+            "loss": [],
+            "grad_norm": [],
+            "skipped": [],
+            "signal": [],
+            "lengths": [],
+            "footprint": {},
+        }
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm", "skipped"):
             self.kept[name].append(float(trainer.callback_metrics[f"optimization/{name}"]))
         chosen = batch.rollout.batch.select(batch.rollout.updates[batch.update])
         self.kept["signal"].append(int((chosen.advantages != 0).sum()))

@@ -225,6 +225,7 @@ def test_prompts_without_signal_are_passed_over(
     assert any(figures["exploration/passed_over"] > 0 for figures in steps.figures[3:])
 
 
+# Field bug F3: groups in waiting and in the buffer too. Field bug F4: all of it loads with weights_only.
 @pytest.mark.parametrize("probe", [None, 2])
 def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
     make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, tmp_path: Path,

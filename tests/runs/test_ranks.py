@@ -15,7 +15,9 @@ from pair import Pair
 from ranks_run import fail_on_one_rank, fit
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from grpo_lit.dry_run.footprint import Footprint
 from grpo_lit.export import export
+from grpo_lit.module import GRPOModule
 
 #: By recipe: further settings. Of SomePrompts every second prompt has no signal, so that a rank may have none at all;
 #: 3 groups on 2 ranks are 2 and 1; GSPO's 4 and DAPO's 2 updates on 5 prompts leave ranks without any.
@@ -43,7 +45,7 @@ def run(pair: Pair, ragged_model: str, tmp_path_factory: pytest.TempPathFactory)
     @functools.cache
     def make(strategy: str, recipe: str, *words: str, resume: str | None = None) -> list[Run]:
         folder = str(tmp_path_factory.mktemp(f"{strategy}-{recipe}"))
-        arguments = (folder, ragged_model, strategy, recipe, [*SETTINGS[recipe], *words], resume)
+        arguments = (folder, ragged_model, strategy, recipe, [*SETTINGS.get(recipe, []), *words], resume)
         told = [fit(*arguments)] if strategy == "single" else pair(fit, *arguments)
         assert all(rank["global_step"] == 5 for rank in told)
         return [{"folder": Path(folder), **rank} for rank in told]
@@ -82,6 +84,18 @@ def test_two_processes_equal_one(run: Callable[..., list[Run]], ragged_model: st
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_both(
+    run: Callable[..., list[Run]], strategy: str
+) -> None:
+    """Field bug F9: OLMo 3 corrects for the sampler, whose log-probs are NaN."""
+    word = "--trainer.callbacks+=toys.Poison"
+    (one,), two = run("single", "olmo3", word), run(strategy, "olmo3", word)
+    assert one["skipped"] == [0, 0, 1, 0, 0]
+    assert [rank["skipped"] for rank in two] == [one["skipped"]] * 2
+    assert_equal(two, one)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_run_stopped_between_two_updates_goes_on_the_same(run: Callable[..., list[Run]], strategy: str) -> None:
     """Field bug F3: each rank needs its own share of the rollout back."""
     straight = run(strategy, "dapo")
@@ -104,8 +118,13 @@ def test_any_strategy_goes_on_from_any_checkpoint(run: Callable[..., list[Run]],
     assert_equal(again, one)
 
 
-def test_shards_hold_a_half_and_are_exported(run: Callable[..., list[Run]], tmp_path: Path) -> None:
+def test_shards_hold_a_half_and_are_exported(run: Callable[..., list[Run]], ragged_model: str, tmp_path: Path) -> None:
     (one,), two = run("single", "grpo"), run("fsdp2", "grpo")
+    momentum = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+    told = Footprint.of(GRPOModule(ragged_model, optimizer=momentum))  # as scripts/dry_run says it
+    for rank, seen in enumerate(two):
+        expected = {"parameters": 2 * told.parameters.bytes(2, rank), "gradients": told.gradients.bytes(2, rank)}
+        assert seen["footprint"] == expected | {"states": told.states.bytes(2, rank)}  # of policy and reference
     # Parameters, gradients and momentum lie on the two ranks in halves, to within the rows that do not divide.
     for kind, size in one["footprint"].items():
         assert sum(rank["footprint"][kind] for rank in two) == size

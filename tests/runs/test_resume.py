@@ -29,6 +29,7 @@ class Trace(Callback):
         self.steps.append((batch.update, chosen.prompt_ids.tolist(), chosen.token_ids.tolist(), loss))
 
 
+# Field bug F3: the same prompts, in order.
 @pytest.mark.parametrize(
     ("stop", "num_updates", "old_policy"), [(2, 1, "logprobs"), (3, 2, "logprobs"), (3, 2, "weights")]
 )

@@ -152,6 +152,7 @@ def test_a_step_without_signal_moves_nothing_and_a_run_of_them_ends_with_a_reaso
     torch.testing.assert_close(weights_of(module), weights_of(fresh), rtol=0, atol=0)
 
 
+# Field bug F9; on one rank of two: tests/runs/test_ranks.py.
 def test_a_non_finite_gradient_leaves_weights_and_optimizer_alone(
     make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable
 ) -> None:
