@@ -26,8 +26,8 @@ DESCRIPTION = """Say what a run would need of each rank: memory, tokens, micro-b
 step, for one process, DDP and FSDP2. Takes the configuration of grpo-lit fit; reads the model's config.json and
 tokenizer settings, and no weights. Every prompt and answer is taken to be as long as it may be. Parameters, gradients
 and optimizer states are exact; activations are those of one micro-batch at model.max_tokens_per_micro_batch, found by
-adding up what autograd would keep; allocators take up to a third more. The memory of vLLM's processes is not in the
-table. The exit status is 1 where the strategy of the configuration does not fit."""
+adding up what autograd would keep; allocators take more, 1.4 times on a CPU. The memory of vLLM's processes is not in
+the table. The exit status is 1 where the strategy of the configuration does not fit."""
 
 
 def _parser() -> PlainParser:
