@@ -20,14 +20,16 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.mistakes import PlainParser
 from grpo_lit.module import GRPOModule, OldPolicy
 from grpo_lit.policy.policy import can_share_prefix
+from grpo_lit.policy.precision import weights_dtype
 
 GIB = 2.0**30
 DESCRIPTION = """Say what a run would need of each rank: memory, tokens, micro-batches and collectives of an optimizer
 step, for one process, DDP and FSDP2. Takes the configuration of grpo-lit fit; reads the model's config.json and
 tokenizer settings, and no weights. Every prompt and answer is taken to be as long as it may be. Parameters, gradients
 and optimizer states are exact; activations are those of one micro-batch at model.max_tokens_per_micro_batch, found by
-adding up what autograd would keep; allocators take more, 1.4 times on a CPU. The memory of vLLM's processes is not in
-the table. The exit status is 1 where the strategy of the configuration does not fit."""
+adding up what autograd would keep; allocators take more, 1.4 times on a CPU. A reference counts as large as the
+policy however it is held; the memory of vLLM's processes is not in the table. The exit status is 1 where the strategy
+of the configuration does not fit."""
 
 
 def _parser() -> PlainParser:
@@ -133,9 +135,10 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         world_size = parsed.world_size or ranks(parsed.trainer)
         module = parser.instantiate_classes(parsed).model
-        footprint = Footprint.of(module)
+        precision = str(parsed.trainer.precision or "32-true")
+        footprint = Footprint.of(module, weights_dtype(precision))
         workload = _workload(parsed, module)
-        autocast = torch.bfloat16 if str(parsed.trainer.precision).startswith("bf16") else None
+        autocast = torch.bfloat16 if precision == "bf16-mixed" else None
         activations = activation_bytes(module, workload.largest_pack(), autocast)
     except ConfigError as error:
         errors.print(f"error: {error}", markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy import head
 from grpo_lit.policy.attention import no_mask
@@ -85,9 +86,19 @@ class Footprint:
     tensors: int
 
     @classmethod
-    def of(cls, module: GRPOModule) -> "Footprint":
-        """Measure a module, whose policy becomes one without memory."""
-        module.policy = policy = Policy(empty_model(module.checkpoint)).train()
+    def of(cls, module: GRPOModule, dtype: torch.dtype = torch.float32) -> "Footprint":
+        """Measure a module, whose policy becomes one without memory.
+
+        Args:
+            module: Made, and not set up.
+            dtype: Of its weights.
+
+        Raises:
+            ConfigError: It trains an adapter.
+        """
+        if module.adapter is not None:
+            raise ConfigError("`model.adapter` expected none in a dry run, which knows whole models only: drop it here")
+        module.policy = policy = Policy(empty_model(module.checkpoint, dtype)).train()
         parameters = list(policy.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         states, assumed = _states(module, trained)

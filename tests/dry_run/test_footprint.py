@@ -9,7 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from grpo_lit.dry_run.footprint import Footprint, Sizes, activation_bytes
 from grpo_lit.dry_run.workload import Workload
+from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
+from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.policy import Policy
 
@@ -41,6 +43,11 @@ def test_states_of_an_optimizer_that_reads_values_are_a_guess_that_is_told(tiny_
     told = Footprint.of(GRPOModule(str(tiny_model_path), optimizer=torch.optim.Adafactor))
     assert told.assumed_states
     assert told.states.bytes() == 2 * told.parameters.bytes()
+
+
+def test_an_adapter_is_refused(tiny_model_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.adapter.*dry run"):
+        Footprint.of(GRPOModule(str(tiny_model_path), adapter=LoRA()))
 
 
 def test_rows_are_cut_into_chunks_of_equal_size() -> None:

@@ -32,7 +32,7 @@ model:
   max_tokens_per_micro_batch: 60
 data:
   engine: {class_path: TransformersEngine, init_args: {device: cpu}}
-  train: {class_path: toys.Letters, init_args: {size: 12}}
+  train: {class_path: toys.Letters, init_args: {size: 40}}
   val: null
   rewards: {rewards: {some: {reward: {class_path: toys.EvenShare}}}, correct: some, correct_at: 0.5}
   sampling: {max_tokens: 6, completions: 3}
