@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 from synthetic import ONSET, SICK, healthy
 
 from grpo_lit.errors import ConfigError
@@ -261,3 +262,15 @@ def test_rules_can_be_turned_off_by_name() -> None:
     assert "truncation" not in [rule.name for rule in Rules(off=["truncation"]).active()]
     with pytest.raises(ConfigError, match=r"`off`.*truncation.*'lenght'"):
         Rules(off=["lenght"])
+
+
+def test_the_base_configuration_holds_the_documented_thresholds_each_with_its_reason() -> None:
+    text = (ROOT / "configs/base.yaml").read_text()
+    (health,) = (c for c in yaml.safe_load(text)["trainer"]["callbacks"] if c["class_path"] == "callbacks.Health")
+    written = health["init_args"]["rules"]
+    assert set(written) == {rule.name for rule in Rules().all()}
+    for name, thresholds in written.items():
+        for key, value in thresholds.items():
+            assert getattr(getattr(Rules(), name), key) == float(value)
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{name}:"))
+        assert " # " in line
