@@ -50,9 +50,12 @@ def test_every_file_that_is_named_exists() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_every_recipe_and_strategy_has_a_row() -> None:
-    for file in (ROOT / "configs" / "recipe").glob("*.yaml"):
-        assert f"`{file.stem}`" in README, file
+def test_every_recipe_overlay_and_strategy_has_a_row() -> None:
+    for kind in ("recipe", "rollout", "callback"):
+        for file in (ROOT / "configs" / kind).glob("*.yaml"):
+            assert f"`{file.stem}`" in README, file
+    for file in (ROOT / "configs" / "model").glob("*.yaml"):
+        assert file.name in README, file
     for file in (ROOT / "configs" / "strategy").glob("*.yaml"):
         assert f"`configs/strategy/{file.name}`" in README, file
 
