@@ -29,7 +29,8 @@ def wilson(share: float, trials: int, level: float = LEVEL) -> tuple[float, floa
     middle = share + z * z / (2 * trials)
     reach = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
+    # Of 0 successes the lower end is 0, and of n the upper one 1, but for the last digit: no end passes the share.
+    return max(0.0, min(share, (middle - reach) / scale)), min(1.0, max(share, (middle + reach) / scale))
 
 
 def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:

@@ -20,6 +20,13 @@ def test_the_interval_of_a_mean() -> None:
         t_interval([1.0])
 
 
+@pytest.mark.parametrize("trials", range(1, 60))
+def test_no_end_passes_the_share(trials: int) -> None:
+    """Of 5 trials without success rounding had made 3e-17 of the lower end."""
+    assert wilson(0.0, trials)[0] == 0.0
+    assert wilson(1.0, trials)[1] == 1.0
+
+
 def test_wilsons_interval() -> None:
     # n 10, p 0: (0, z^2 / (n + z^2)) with z^2 = 3.8415; p 1/2: symmetric, half-width z sqrt(n + z^2) / 2 (n + z^2).
     assert wilson(0.0, 10) == pytest.approx((0.0, 3.8415 / 13.8415), abs=1e-4)
