@@ -94,7 +94,7 @@ def test_every_metric_is_written_by_a_short_run_and_explained_in_readme(tiny_yam
             "objective": {"corrections+": [{"class_path": "TruncatedIS"}]},
             "shadows": {"gspo": {"surrogate": {"class_path": "SequenceClip"}}},
         },
-        "data": {"evaluation": {"completions": 4}, "sampling": {"top_k": 50}},
+        "data": {"evaluation": {"completions": 4}, "sampling": {"top_k": 50, "completions": 3}},
     }
     file = tmp_path / "more.yaml"
     file.write_text(yaml.safe_dump(more))

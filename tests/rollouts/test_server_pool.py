@@ -93,7 +93,7 @@ def test_a_prompts_samples_go_to_one_server_and_all_servers_have_work(fake, engi
     assert seeds(one.answered + two.answered) == [request.seed for request in REQUESTS]  # each exactly once
     prompts = [{tuple(body["token_ids"]) for body in server.answered} for server in (one, two)]
     assert not prompts[0] & prompts[1]
-    assert [len(asked) for asked in prompts] == [3, 3]
+    assert all(prompts)  # how many each gets depends on who answers first
 
 
 def test_no_server_is_asked_for_more_at_a_time_than_it_samples(fake, engine_of):
