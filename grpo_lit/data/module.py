@@ -39,6 +39,7 @@ from grpo_lit.rollouts.minibatch import Minibatch, Rollout, UpdatePlan
 from grpo_lit.rollouts.queue import RolloutQueue
 from grpo_lit.rollouts.replay import ReplayBuffer
 from grpo_lit.rollouts.sampler import Sampler
+from grpo_lit.strategies.failures import FailureWatch
 
 
 class RolloutDataModule(LightningDataModule):
@@ -110,6 +111,7 @@ class RolloutDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before any model is loaded."""
+        FailureWatch.begin(self.trainer)
         if self._tokenizer is None:
             if len(self.train) < self.prompts_per_rollout and stage == "fit":
                 raise ConfigError(

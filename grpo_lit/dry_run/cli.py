@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_lit import cli as command_line
+from grpo_lit.data.checks import check_room
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.dry_run.footprint import Footprint, activation_bytes
 from grpo_lit.dry_run.plan import STRATEGIES, Copies, Plan, plan
@@ -67,6 +68,32 @@ def ranks(trainer: Namespace) -> int:
     if count < 1:
         raise ConfigError(f"`--world-size` expected a number where `trainer.devices` is {devices!r}: how many ranks?")
     return int(count) * int(trainer.num_nodes)
+
+
+def _check(parsed: Namespace, world_size: int) -> None:
+    """Refuse numbers that mean nothing, and strategies that are not compared."""
+    data = parsed.data
+    counts = {
+        "world-size": world_size,
+        "trainer.num_nodes": int(parsed.trainer.num_nodes),
+        "data.num_updates": data.num_updates,
+        "data.num_epochs": data.num_epochs,
+        "data.prompts_per_rollout": data.prompts_per_rollout,
+        "data.sampling.completions": data.sampling.completions,
+        "data.sampling.max_tokens": data.sampling.max_tokens,
+        "data.max_prompt_tokens": data.max_prompt_tokens,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"`{name}` expected to be >= 1, but got {count}")
+    if parsed.memory_gib is not None and not parsed.memory_gib > 0:
+        raise ConfigError(f"`memory-gib` expected to be > 0, but got {parsed.memory_gib}")
+    check_room(parsed.model.checkpoint, data.max_prompt_tokens, data.sampling.max_tokens)
+    if (chosen := chosen_strategy(parsed.trainer.strategy)) not in STRATEGIES:
+        raise ConfigError(
+            f"`trainer.strategy` expected one of {', '.join(STRATEGIES)}, which are compared, but got {chosen}: a rank "
+            "of classic FSDP holds about what one of fsdp2 does"
+        )
 
 
 def _workload(parsed: Namespace, module: GRPOModule) -> Workload:
@@ -133,7 +160,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(list(sys.argv[1:] if args is None else args))
     errors = Console(stderr=True)
     try:
-        world_size = parsed.world_size or ranks(parsed.trainer)
+        world_size = ranks(parsed.trainer) if parsed.world_size is None else parsed.world_size
+        _check(parsed, world_size)
         module = parser.instantiate_classes(parsed).model
         precision = str(parsed.trainer.precision or "32-true")
         footprint = Footprint.of(module, weights_dtype(precision))

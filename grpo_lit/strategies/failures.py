@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -26,8 +27,8 @@ class FailureWatch(Callback):
     """Tells the other ranks of an error, and ends this one where another has failed.
 
     The others would wait for the failed rank in their next collective, and its reason would be in its own log only.
-    Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C reaches
-    every rank by itself and is left to Lightning.
+    Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C is told too,
+    since ``kill -INT`` may reach one rank alone, but nobody is waited for: where all have it, each ends by itself.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,10 @@ class FailureWatch(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to look."""
-        if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        self._start(trainer)
+
+    def _start(self, trainer: Trainer) -> None:
+        if trainer.world_size == 1 or not torch.distributed.is_initialized() or self._thread is not None:
             return
         self._finished.clear()
         self._thread = threading.Thread(target=self._look, args=(trainer,), daemon=True, name="grpo-lit-failures")
@@ -51,19 +55,27 @@ class FailureWatch(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Say why this rank ends, and wait until the others know."""
         self._stop()
-        if trainer.world_size == 1 or not torch.distributed.is_initialized() or not isinstance(exception, Exception):
+        if trainer.world_size == 1 or not torch.distributed.is_initialized():
             return
         said = "".join(traceback.format_exception(exception))[-_LENGTH:]
         store = _get_default_store()
         try:
             if store.add(f"{self._run}/failures", 1) == 1:
                 store.set(f"{self._run}/message", f"rank {trainer.global_rank} failed, and ends the run:\n{said}")
-            told, until = self._acknowledge(), time.monotonic() + _GRACE
+            grace = 0.0 if isinstance(exception, KeyboardInterrupt) else _GRACE
+            told, until = self._acknowledge(), time.monotonic() + grace
             while told < trainer.world_size and time.monotonic() < until:
                 time.sleep(_LOOK / 10)
                 told = self._acknowledge()
         except torch.distributed.DistError:
             return  # the first rank, which keeps the store, has ended: it was told, or failed itself
+
+    @classmethod
+    def begin(cls, trainer: Any) -> None:
+        """Let a run's watch begin before Lightning comes to it: data that one rank cannot read are a failure too."""
+        for part in trainer.callbacks:
+            if isinstance(part, cls):
+                part._start(trainer)
 
     def _stop(self) -> None:
         self._finished.set()

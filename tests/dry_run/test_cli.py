@@ -28,7 +28,8 @@ def test_a_configuration_of_fit_is_put_into_a_table(tiny_model_path: Path, capsy
 
 
 def test_what_does_not_fit_is_told_and_fails(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words(tiny_model_path, "recipe/dapo"), "--memory-gib", "0.01", "--world-size", "4"]) == 1
+    small = ["--data.max_prompt_tokens", "64", "--data.sampling.max_tokens", "32", "--memory-gib", "0.001"]
+    assert main([*words(tiny_model_path, "recipe/dapo"), *small, "--world-size", "4"]) == 1
     said = capsys.readouterr()
     assert "a rank of 4" in said.out
     for name in ("single", "ddp", "fsdp2"):
@@ -53,3 +54,22 @@ def test_strategies_go_by_the_names_of_their_overlays() -> None:
     assert [chosen_strategy(name) for name in names] == ["single", "ddp", "ddp"]
     for path, name in {"grpo_lit.strategies.FSDP2": "fsdp2", "lightning.pytorch.strategies.DDPStrategy": "ddp"}.items():
         assert chosen_strategy(Namespace(class_path=path)) == name
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--world-size", "-1"], "world-size"),
+        (["--world-size", "0"], "world-size"),
+        (["--memory-gib", "0"], "memory-gib"),
+        (["--data.num_updates", "0"], "data.num_updates"),
+        (["--data.sampling.max_tokens", "100000"], "data.sampling.max_tokens"),
+        (["--trainer.strategy", "nonsense"], "nonsense"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    more: list[str], named: str, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--data.max_prompt_tokens", "64", "--data.sampling.max_tokens", "32"]
+    assert main([*words(tiny_model_path, "recipe/grpo", "strategy/fsdp2"), *small, *more]) == 2
+    assert named in capsys.readouterr().err

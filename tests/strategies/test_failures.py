@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed import HashStore
 
 from grpo_lit.strategies import failures
@@ -64,10 +64,32 @@ def test_a_rank_that_ends_by_itself_is_left_alone(
     third.teardown(trainer, MODULE, "fit")
 
 
-def test_ctrl_c_and_single_processes_are_nobodys_failure(watch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_told_and_waits_for_nobody(watch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_GRACE", 60.0)
     started, (rank, trainer) = time.monotonic(), watch(0)
     rank.on_exception(trainer, MODULE, KeyboardInterrupt())
-    rank.on_exception(Mock(spec=Trainer, world_size=1), MODULE, ValueError())
     assert time.monotonic() - started < 5
+    assert b"KeyboardInterrupt" in failures._get_default_store().get("run/message")
+
+
+def test_a_single_process_tells_nobody(watch: Callable) -> None:
+    rank, _ = watch(0)
+    rank.on_exception(Mock(spec=Trainer, world_size=1), MODULE, ValueError())
     assert not failures._get_default_store().check(["run/message"])
+
+
+def test_whatever_ends_a_rank_is_told_and_the_watch_begins_with_the_data(
+    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(failures, "_GRACE", 0.2)
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    (waiting, its), (failing, others) = watch(0), watch(1)
+    its.callbacks = [Mock(spec=Callback), waiting]
+    FailureWatch.begin(its)  # as the data module's set-up does
+    first = waiting._thread
+    waiting.setup(its, MODULE, "fit")  # as Lightning does afterwards
+    assert waiting._thread is first
+    failing.on_exception(others, MODULE, SystemExit(3))
+    assert ended.wait(5)
+    assert "SystemExit: 3" in capsys.readouterr().err
