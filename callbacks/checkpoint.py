@@ -34,6 +34,15 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
             self.last_model_path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the ``last`` of this folder too where a run is resumed from it after it was moved."""
+        super().on_train_start(trainer, pl_module)
+        if self.save_last != "link" or self.last_model_path or trainer.ckpt_path is None or self.dirpath is None:
+            return
+        if Path(trainer.ckpt_path).resolve().parent == Path(self.dirpath).resolve():
+            self.last_model_path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
+
+    @override
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         # Lightning removes the old one first and then lets `last` point to the new one.
         if self.save_last == "link" and self.last_model_path and self._last_checkpoint_saved:

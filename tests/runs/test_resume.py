@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from toys import Letters, SomePrompts
 
+import callbacks
 from grpo_lit.errors import ConfigError
 from grpo_lit.objectives import K3, Objective
 from grpo_lit.rewards import RewardCombination, WeightedReward
@@ -126,3 +127,19 @@ def test_a_checkpoint_with_another_set_of_models_is_refused(
     other = make_module(objective=Objective(divergence=K3(beta=0.1)))
     with pytest.raises(ConfigError, match=r"model\.objective\.divergence.*no reference"):
         make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=str(tmp_path / "saved" / "x.ckpt"))
+
+
+def test_last_goes_on_after_the_folder_was_moved(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    def fit(folder: Path, steps: int, checkpoint: str | None = None) -> None:
+        saver = callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_last="link")
+        make_trainer(max_steps=steps, callbacks=[saver]).fit(
+            make_module(), datamodule=make_data(), ckpt_path=checkpoint
+        )
+
+    fit(tmp_path / "here", 1)
+    (tmp_path / "here").rename(tmp_path / "there")
+    fit(tmp_path / "there", 3, str(tmp_path / "there/last.ckpt"))
+    assert (tmp_path / "there/last.ckpt").resolve().name == "step=3.ckpt"
+    assert not list((tmp_path / "there").glob("last-v*"))
