@@ -178,6 +178,10 @@ def test_samples_are_written_whole_and_as_a_table(
     assert sum(parts) == 12
     assert histograms["exploration/solve_rate_histogram"][1].histogram_value.num == 12  # prompts
     assert histograms["optimization/advantage_histogram"][0].histogram_value.num <= 12
+    entropies = [part.histogram_value for part in histograms["exploration/entropy_histogram"]]
+    assert len(entropies) == 2
+    trained = values.steps[0]["exploration/entropy"]  # of the tokens that were trained on, as the histogram is
+    assert entropies[0].sum / entropies[0].num == pytest.approx(trained, rel=1e-4)
 
 
 def test_without_a_logger_samples_are_not_written(
