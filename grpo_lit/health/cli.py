@@ -16,7 +16,10 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.health.monitor import diagnose
 from grpo_lit.health.rule import Event
 from grpo_lit.health.rules import Rules
+from grpo_lit.metrics.names import is_held_out
 
+#: Steps that the windows of most rules take.
+FEW_STEPS = 10
 DESCRIPTION = """Say what was wrong with a run, from its TensorBoard events: the episodes that callbacks.Health tells
 while a run goes on, with their likely causes and what to check or change. Thresholds are those of the run's own
 config.yaml, where it has one, and can be set here: --rules.entropy_collapse.low 0.05. The exit status is 0 for a
@@ -69,7 +72,8 @@ def main(args: Sequence[str] | None = None) -> int:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     events = diagnose(scalars, rules.active())
-    steps = max(step for own, _ in scalars.values() for step in own)
+    # What is logged of a step stands at the number of steps before it, held-out figures at that of all.
+    steps = max(step + (not is_held_out(name)) for name, (own, _) in scalars.items() for step in own)
     if parsed.json:
         found = [event.as_dict() for event in events]
         print(json.dumps({"run": str(run), "steps": steps, "healthy": not events, "events": found}, indent=2))
@@ -77,4 +81,6 @@ def main(args: Sequence[str] | None = None) -> int:
         Console().print(table(events))
     else:
         print(f"healthy: {len(rules.active())} rules found nothing in {steps} steps of {run}")
+        if steps < FEW_STEPS:
+            print(f"  which says little: most rules look at {FEW_STEPS} steps")
     return int(bool(events))

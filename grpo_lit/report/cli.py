@@ -43,10 +43,11 @@ def main(args: Sequence[str] | None = None) -> int:
         title = arguments.title or ", ".join(run.name for run in runs)
         # Half of a pair that JSON can name alone is no character that a file can hold.
         arguments.out.write_bytes(page(runs, drawing, found, title).encode("utf-8", "replace"))
-        image = arguments.out.with_suffix(".png")
-        picture(drawing, panel_rows(drawing.varying()), image, title if len(runs) == 1 else "")
+        image, rows = arguments.out.with_suffix(".png"), panel_rows(drawing.varying())
+        if rows:
+            picture(drawing, rows, image, title if len(runs) == 1 else "")
         print("\n".join(printed({run.name: run.scalars for run in runs}, arguments.over)))
-        print(f"wrote {arguments.out} and {image}")
+        print(f"wrote {arguments.out}{f' and {image}' if rows else '; a picture takes two steps'}")
     except ConfigError as error:
         parser.exit(2, f"error: {error}\n")
     return 0

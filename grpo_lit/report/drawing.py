@@ -106,7 +106,13 @@ def svg(drawing: Drawing, chart: Chart, names: Sequence[str]) -> str:
 
 
 def picture(drawing: Drawing, rows: Sequence[Sequence[tuple[Chart, list[str]]]], target: Path, title: str) -> None:
-    """Draw charts in rows; a row of one chart is as wide as the picture."""
+    """Draw charts in rows; a row of one chart is as wide as the picture.
+
+    Raises:
+        ConfigError: There is none: a run of one step has no curves.
+    """
+    if not rows:
+        raise ConfigError(f"`runs` expected at least two steps to draw a curve through, but got fewer: no {target}")
     plt = pyplot()
     figure = plt.figure(figsize=(4.4 * max(map(len, rows)), 2.75 * len(rows) + 0.5), layout="constrained")
     places = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]

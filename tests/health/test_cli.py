@@ -34,6 +34,11 @@ def test_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out.startswith("healthy: 13 rules found nothing in 160 steps")
 
 
+def test_a_run_of_one_step_is_no_proof_of_health(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([str(written({"reward/correct": ([0], [0.5]), "val/a/greedy": ([0], [0.1])}, tmp_path))]) == 0
+    assert re.search(r"nothing in 1 steps of .*\n  which says little", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("columns", [80, 200])
 def test_a_sick_run_in_a_table(
     columns: int, sick: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

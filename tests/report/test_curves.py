@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lit.curves import main
+from grpo_lit.report.cli import main as report
 
 
 def test_figures_and_picture(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +33,19 @@ def test_several_runs_over_what_they_have_sampled(
         "measurements: plain 66.7%, other 70.0%"
     )
     assert "<svg" in picture.read_text()
+
+
+def test_a_run_of_one_step_has_no_curves_yet_but_a_page(
+    write: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    young = write("young/version_0", {"reward/total": {0: 0.5}, "length/mean": {0: 4.0}})
+    with pytest.raises(SystemExit) as stop:
+        main([str(young), str(tmp_path / "curves.png")])
+    assert stop.value.code == 2
+    assert "at least two steps" in capsys.readouterr().err
+    assert report([str(young), "--out", str(tmp_path / "page.html")]) == 0
+    assert "a picture takes two steps" in capsys.readouterr().out
+    assert "length/mean" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
