@@ -186,7 +186,11 @@ MISTAKES = {
     "wrong_type": (["--data.prompts_per_rollout", "many"], ["data.prompts_per_rollout", "many"]),
     "float_for_int": (["--trainer.max_steps", "1.5"], ["trainer.max_steps", "1.5"]),
     "power_for_int": (["--data.prompts_per_rollout", "1e6"], ["data.prompts_per_rollout", "1000000.0"]),
-    "unknown_key": (["--model.max_tokens", "3"], ["model.max_tokens"]),
+    "unknown_key": (
+        ["--model.max_tokens", "3"],
+        ["model.max_tokens", "did you mean --model.max_tokens_per_micro_batch", "grpo-lit fit --help"],
+    ),
+    "misspelt_key": (["--trainer.max_step", "3"], ["did you mean --trainer.max_steps"]),
     "missing_model": (["--model.checkpoint", "no/such-model"], ["model.checkpoint", "no/such-model"]),
     "no_model_given": (["--model.checkpoint", "???"], ["model.checkpoint"]),
     "greedy_training": (["--data.sampling.temperature", "0"], ["data.sampling.temperature"]),
