@@ -1,12 +1,16 @@
 """Lightning's checkpoints, saved on errors only where that cannot hang, and ``last`` never pointing to nothing."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
+from torch import Tensor
 from typing_extensions import override
 
+from grpo_lit.errors import ConfigError
+from grpo_lit.metrics.names import is_held_out
 from grpo_lit.strategies.saving import link
 
 
@@ -41,6 +45,19 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
             return
         if Path(trainer.ckpt_path).resolve().parent == Path(self.dirpath).resolve():
             self.last_model_path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
+
+    @override
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        # Lightning would write nothing, and say nothing of it.
+        known = list(trainer.callback_metrics)
+        measured = self.monitor is not None and (not is_held_out(self.monitor) or any(map(is_held_out, known)))
+        if measured and self.monitor not in known:
+            close = get_close_matches(str(self.monitor), known, n=3) or sorted(known)[:3]
+            raise ConfigError(
+                f"`trainer.callbacks: ModelCheckpoint` expected a `monitor` that is logged, but got {self.monitor!r}, "
+                f"so that nothing would ever be saved: did you mean {' or '.join(close)}?"
+            )
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     @override
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:

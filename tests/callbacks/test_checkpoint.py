@@ -3,11 +3,13 @@
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import Strategy
 
 from callbacks import ModelCheckpoint
+from grpo_lit.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,26 @@ def test_a_run_resumed_from_its_first_checkpoint_goes_on_with_its_last(tmp_path,
     resumed = ModelCheckpoint(tmp_path / "new" if moved else tmp_path, every_n_train_steps=1, save_last="link")
     resumed.load_state_dict(state)
     assert resumed.last_model_path == ("" if moved else str(tmp_path.resolve() / "last.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "measured", "refused"),
+    [
+        ("rewrad/total", ["reward/total"], True),
+        ("reward/total", ["reward/total"], False),
+        ("val/a/greedy", ["reward/total"], False),  # before the first validation
+        ("val/a/gredy", ["reward/total", "val/a/greedy"], True),
+    ],
+)
+def test_a_metric_that_is_never_logged_is_refused_when_it_is_needed(monitor, measured, refused, tmp_path, monkeypatch):
+    """Field bug F7."""
+    saved = Mock()
+    monkeypatch.setattr(lightning_callbacks.ModelCheckpoint, "_save_topk_checkpoint", saved)
+    trainer = Mock(spec=Trainer, callback_metrics=dict.fromkeys(measured, torch.tensor(0.0)))
+    saver = ModelCheckpoint(tmp_path, monitor=monitor, every_n_train_steps=1)
+    if refused:
+        with pytest.raises(ConfigError, match=f"but got '{monitor}'.*did you mean {measured[-1]}"):
+            saver._save_topk_checkpoint(trainer, {})
+    else:
+        saver._save_topk_checkpoint(trainer, {})
+    assert saved.call_count == (not refused)
