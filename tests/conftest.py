@@ -37,7 +37,10 @@ ALLOWED_SKIPS = re.compile(
     r"|only on a CPU installation",  # what the lock holds
 )
 #: Files that take longest: tests of several processes, and of a real engine.
-LONGEST = ("runs/test_ranks.py", "rollouts/test_vllm", "runs/test_export.py")
+LONGEST = (
+    *("tests/test_cli.py", "rollouts/test_vllm", "runs/test_ranks.py", "runs/test_killed.py", "ablate/test_runner.py"),
+    *("runs/test_resume.py", "runs/test_export.py", "bench/test_", "policy/test_fetch.py", "tests/test_readme.py"),
+)
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 PAD, IM_END, END_OF_TEXT = 0, 2, 3
 VOCABULARY = len(SPECIAL) + 256
