@@ -79,15 +79,16 @@ def layout(names: Iterable[str] | None = None) -> dict[str, dict[str, list[Any]]
             which may come later. ``None``: every chart.
     """
     patterns = [name for charts in PANELS.values() for chart in charts for name in chart.patterns]
+    tags = {pattern: _tag(pattern, patterns) for pattern in (*patterns, *HELD_OUT.patterns)}
     known = None if names is None else list(names)
 
     def shown(chart: Chart) -> bool:
         later = any(pattern.startswith("val/") for pattern in chart.patterns)
-        return known is None or later or any(re.match(_tag(p, patterns), n) for p in chart.patterns for n in known)
+        return known is None or later or any(re.match(tags[p], name) for p in chart.patterns for name in known)
 
     return {
         panel: {
-            _title(chart): ["Multiline", [_tag(name, patterns) for name in chart.patterns]]
+            _title(chart): ["Multiline", [tags[pattern] for pattern in chart.patterns]]
             for chart in ((HELD_OUT, *charts) if panel == "reward" else charts)
             if shown(chart)
         }

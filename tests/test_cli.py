@@ -118,7 +118,8 @@ def test_validate_test_and_predict(tiny_yaml: Path, tmp_path: Path) -> None:
 def test_a_second_run_in_the_same_folder_is_not_refused(tiny_yaml: Path, logger: list[str]) -> None:
     """Field bug G1."""
     for _ in range(2):
-        run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), *logger, "--trainer.max_steps", "1"])
+        cli = run([*words("fit", CONFIGS / "base.yaml", tiny_yaml), *logger, "--trainer.max_steps", "1"])
+        assert cli.trainer.global_step == 1
 
 
 NUMBERS = (

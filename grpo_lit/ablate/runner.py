@@ -97,7 +97,7 @@ class Runner:
         process, log, started = self._running.pop(cell)
         log.close()
         if process.returncode != 0:
-            return f"failed ({process.returncode}): {_last_line(cell.folder / 'log.txt')}"
+            return f"failed ({process.returncode}): {last_line(cell.folder / 'log.txt')}"
         try:
             result = cell.finish(self.keep_checkpoints)
         except ConfigError as error:
@@ -148,7 +148,8 @@ def span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return what a run said last in its log, its error if it told one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error:")]
     return (told or lines or ["it wrote nothing"])[-1][:300]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from grpo_lit.ablate.runner import last_line
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.fetch import fetch_smollm2
 from grpo_lit.report.events import Scalars, read_scalars
@@ -108,15 +109,11 @@ def run_once(variant: str, words: Sequence[str], folder: Path) -> list[Step]:
     own = ["--trainer.num_sanity_val_steps", "0", "--trainer.limit_val_batches", "0"]
     own += ["--trainer.enable_progress_bar", "false", "--trainer.logger", _LOGGER]
     own += ["--trainer.logger.init_args.save_dir", str(folder)]
-    with (folder / "log.txt").open("w+") as log:
-        done = subprocess.run(
-            [sys.executable, "-m", "grpo_lit", "fit", *words, *own], stdout=log, stderr=log, check=False
-        )
-        log.seek(0)
-        lines = [line.strip() for line in log if line.strip()]
+    command, file = [sys.executable, "-m", "grpo_lit", "fit", *words, *own], folder / "log.txt"
+    with file.open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, check=False)
     if done.returncode != 0:
-        told = [line for line in lines if line.startswith("error:")] or lines[-1:] or ["it said nothing"]
-        raise ConfigError(f"the run {variant!r} ended with status {done.returncode}: {told[0]}")
+        raise ConfigError(f"the run {variant!r} ended with status {done.returncode}: {last_line(file)}")
     return list(steps_of(variant, read_scalars(folder)))
 
 

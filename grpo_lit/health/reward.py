@@ -7,12 +7,10 @@ from itertools import pairwise
 
 from grpo_lit.health.history import History, median, upper_quartile
 from grpo_lit.health.rule import Finding, Rule
-from grpo_lit.metrics.names import COUNTERS
+from grpo_lit.metrics.names import COUNTERS, TAKEN
 
 _COUNTER = re.compile(rf"reward/.+_({'|'.join(COUNTERS)})")
-_REWARD = re.compile(
-    r"reward/(?!(total|correct|correct_kept|correct_dropped|overlong_penalty|unreadable_prompts)$)[^/]+"
-)
+_REWARD = re.compile(rf"reward/(?!({'|'.join(TAKEN)})$)[^/]+")
 _ACCURACY = re.compile(r"val/[^/]+/(greedy|avg@\d+)")
 
 

@@ -7,6 +7,9 @@ ACCURACIES = ("greedy", "avg", "maj", "pass")
 #: What rewards count of samples that they could not judge: the last part of ``reward/<name>_<counter>``.
 COUNTERS = ("unreadable", "refused", "killed", "timeouts", "broken")
 
+#: What ``reward/`` logs beside the rewards: a reward of this name would overwrite it.
+TAKEN = ("total", "correct", "correct_kept", "correct_dropped", "unreadable_prompts", "overlong_penalty")
+
 
 def is_held_out(name: str) -> bool:
     """Return whether a metric was measured on held-out prompts: at step s, of the weights after s optimizer steps."""

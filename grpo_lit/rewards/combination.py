@@ -15,13 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from grpo_lit.errors import ConfigError, RewardError
+from grpo_lit.metrics.names import TAKEN
 from grpo_lit.rewards.reward import Reward
 from grpo_lit.rollout import Group, Prompt
 
 #: Batches hold rewards in float32, in which a larger number is infinite.
 LARGEST = float(np.finfo(np.float32).max)
-#: What ``reward/`` logs beside the rewards: one of this name would overwrite it.
-TAKEN = ("total", "correct", "correct_kept", "correct_dropped", "unreadable_prompts", "overlong_penalty")
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_lit.rollouts.engine import Engine
+from grpo_lit.rollouts.staging import wire_dtype
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def copied(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> 
 
     Args:
         weights: Names and tensors.
-        dtype: Of matrices; ``None``: as they are. Vectors (norms, biases) cost nothing and stay as they are.
+        dtype: See :func:`grpo_lit.rollouts.staging.wire_dtype`.
     """
     copies: deque[tuple[str, Tensor]] = deque()
     # By address, which says something only as long as the tensor lives: a gathered shard is gone after its turn.
@@ -132,8 +133,7 @@ def copied(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> 
         origin, copy = known.get(tensor.data_ptr(), (lambda: None, tensor))
         other = origin()
         if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
-            wanted = dtype if dtype is not None and tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype
-            copy = tensor.detach().to("cpu", wanted, copy=True)
+            copy = tensor.detach().to("cpu", wire_dtype(tensor, dtype), copy=True)
             known[tensor.data_ptr()] = (weakref.ref(tensor), copy)
         copies.append((name, copy))
     return copies

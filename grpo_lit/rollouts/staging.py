@@ -70,6 +70,14 @@ class Chunk:
         return cls(address, size, [StagedTensor(**tensor) for tensor in tensors])  # type: ignore[arg-type]
 
 
+def wire_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor goes to a receiver whose matrices have ``dtype``; ``None``: as it is.
+
+    Vectors (norms, biases, router corrections) cost nothing and some are kept in float32 by the receiver.
+    """
+    return dtype if dtype is not None and tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype
+
+
 class Stage(ABC):
     """The sender's side: memory that is filled, read by the receiver, and filled again.
 
@@ -95,7 +103,7 @@ class Stage(ABC):
         staged: list[StagedTensor] = []
         used = 0
         for name, tensor in weights:
-            dtype = self._wire_dtype(tensor)
+            dtype = wire_dtype(tensor, self.dtype)
             need = tensor.numel() * dtype.itemsize
             if staged and used + need > self._size:
                 yield self._chunk(staged)
@@ -106,10 +114,6 @@ class Stage(ABC):
             used += -(-need // _ALIGNMENT) * _ALIGNMENT
         if staged:
             yield self._chunk(staged)
-
-    def _wire_dtype(self, tensor: Tensor) -> torch.dtype:
-        # Vectors (norms, biases, router corrections) cost nothing and some are kept in float32 by the receiver.
-        return self.dtype if tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype
 
     @property
     def _size(self) -> int:
@@ -133,9 +137,10 @@ class Stage(ABC):
     def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
         """Return memory and the address under which the receiver finds it."""
 
-    @abstractmethod
     def _finish_copies(self) -> None:
         """Wait until what was copied can be read by another process."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice; a later use allocates anew."""
@@ -157,10 +162,6 @@ class SharedMemoryStage(Stage):
         address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return torch.from_file(address, shared=True, size=size, dtype=torch.uint8), address
 
-    def _finish_copies(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-
     def close(self) -> None:
         """Give the memory back. Safe to call twice; a later use allocates anew."""
         super().close()
@@ -178,9 +179,6 @@ class CudaStage(Stage):
         memory = torch.empty(size, dtype=torch.uint8, device="cuda")
         # The handle holds bytes and torch classes; as a string it passes any control channel.
         return memory, base64.b64encode(pickle.dumps(reduce_tensor(memory))).decode()
-
-    def _finish_copies(self) -> None:
-        torch.cuda.synchronize()
 
 
 class SharedFileStage(Stage):
@@ -202,10 +200,6 @@ class SharedFileStage(Stage):
 
     def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
         return torch.empty(size, dtype=torch.uint8), ""
-
-    def _finish_copies(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
 
     def _chunk(self, staged: list[StagedTensor]) -> Chunk:
         self._finish_copies()

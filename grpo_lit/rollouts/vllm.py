@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from grpo_lit.errors import ConfigError, EngineError
-from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
+from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
-from grpo_lit.rollouts.vllm_kept import kept_tokens
+from grpo_lit.rollouts.vllm_kept import completion_of
 from grpo_lit.rollouts.vllm_options import (
     VLLMOptions,
     check_installed,
@@ -171,11 +171,9 @@ class VLLMEngine(Engine):
     def _completion(self, output: "RequestOutput", sampling: Sampling, vocabulary: int) -> Completion:
         (drawn,) = output.outputs
         tokens, found = tuple(drawn.token_ids), cast("FlatLogprobs", drawn.logprobs)
-        logprobs = tuple(found.logprobs[i] if sampling.temperature > 0 else 0.0 for i in found.start_indices)
-        kept = kept_tokens(found, vocabulary) if sampling.truncates else None
         text = self._started.get_tokenizer().decode(tokens, skip_special_tokens=True)
-        reason: FinishReason = "stop" if tokens and tokens[-1] in self._stops else "length"
-        return Completion(tokens, logprobs, text, reason, self.weight_version or 0, kept)
+        version = self.weight_version or 0
+        return completion_of(tokens, found, text, sampling, vocabulary, self._stops, version)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats]."""

@@ -1,4 +1,4 @@
-"""The tokens that were possible at each step, read from vLLM's log-probs.
+"""Completions, and the tokens that were possible at each of their steps, read from vLLM's log-probs.
 
 With ``logprobs_mode="processed_logprobs"`` a token that top-k, top-p or min-p ruled out has log-prob -inf: of enough
 likeliest tokens, the finite ones are those that were possible. vLLM also has a sampling mask of its own
@@ -7,12 +7,12 @@ because an engine that is started with it refuses greedy and unlimited requests,
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from grpo_lit.errors import EngineError
-from grpo_lit.rollout import KeptTokens, Sampling
+from grpo_lit.rollout import Completion, FinishReason, KeptTokens, Sampling
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -85,3 +85,29 @@ def kept_tokens(found: Union["FlatLogprobs", ListedLogprobs], vocabulary: int) -
             )
         steps.append(sorted({token for token, logprob in listed if logprob > -math.inf}))
     return KeptTokens.of(steps)
+
+
+def completion_of(
+    tokens: tuple[int, ...],
+    found: Union["FlatLogprobs", ListedLogprobs],
+    text: str,
+    sampling: Sampling,
+    vocabulary: int,
+    stops: Sequence[int],
+    version: int,
+) -> Completion:
+    """Return a completion as an engine hands it out.
+
+    Args:
+        tokens: Those drawn.
+        found: At each step the drawn token's log-prob, then those of the likeliest.
+        text: The tokens, decoded.
+        sampling: How they were drawn.
+        vocabulary: How many tokens there are.
+        stops: Tokens that end a completion.
+        version: Of the weights.
+    """
+    logprobs = tuple(found.logprobs[i] if sampling.temperature > 0 else 0.0 for i in found.start_indices)
+    kept = kept_tokens(found, vocabulary) if sampling.truncates else None
+    reason: FinishReason = "stop" if tokens and tokens[-1] in stops else "length"
+    return Completion(tokens, logprobs, text, reason, version, kept)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.policy.checkpoint import load_tokenizer
-from grpo_lit.rollout import Completion, FinishReason, Request, Sampling
+from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.background import BackgroundLoop
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.serve import is_this_machine
@@ -27,7 +27,7 @@ from grpo_lit.rollouts.server import Patience, Server
 from grpo_lit.rollouts.server_pool import ServerPool
 from grpo_lit.rollouts.server_process import ServerProcess, end_servers
 from grpo_lit.rollouts.staging import SharedFileStage, SharedMemoryStage, Stage
-from grpo_lit.rollouts.vllm_kept import ListedLogprobs, kept_tokens
+from grpo_lit.rollouts.vllm_kept import ListedLogprobs, completion_of
 from grpo_lit.rollouts.vllm_options import (
     VLLMOptions,
     check_installed,
@@ -241,12 +241,9 @@ class VLLMServerEngine(Engine):
     def _completion(self, answer: dict[str, Any], sampling: Sampling, stops: Sequence[int]) -> Completion:
         (drawn,) = answer["choices"]
         tokens, found = tuple(drawn["token_ids"]), ListedLogprobs.of(drawn["logprobs"]["content"] or ())
-        logprobs = tuple(found.logprobs[i] if sampling.temperature > 0 else 0.0 for i in found.start_indices)
-        kept = kept_tokens(found, self._vocabulary) if sampling.truncates else None
         assert self._tokenizer is not None
         text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-        reason: FinishReason = "stop" if tokens and tokens[-1] in stops else "length"
-        return Completion(tokens, logprobs, text, reason, self.weight_version or 0, kept)
+        return completion_of(tokens, found, text, sampling, self._vocabulary, stops, self.weight_version or 0)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats].

@@ -34,12 +34,18 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[FailureWatch
     return make
 
 
-def test_a_rank_that_waits_is_told_and_ended(
-    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = threading.Event()
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set where a process would have been ended, which takes no time here."""
+    event = threading.Event()
     monkeypatch.setattr(failures, "_GRACE", 0.2)
-    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(os, "_exit", lambda status: event.set())
+    return event
+
+
+def test_a_rank_that_waits_is_told_and_ended(
+    watch: Callable, ended: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
     (waiting, its), (failing, others) = watch(0), watch(1)
     waiting.setup(its, MODULE, "fit")
     failing.on_exception(others, MODULE, ValueError("no such answer"))
@@ -79,11 +85,8 @@ def test_a_single_process_tells_nobody(watch: Callable) -> None:
 
 
 def test_whatever_ends_a_rank_is_told_and_the_watch_begins_with_the_data(
-    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    watch: Callable, ended: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(failures, "_GRACE", 0.2)
-    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     (waiting, its), (failing, others) = watch(0), watch(1)
     its.callbacks = [Mock(spec=Callback), waiting]
     FailureWatch.begin(its)  # as the data module's set-up does
