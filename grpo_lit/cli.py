@@ -86,7 +86,8 @@ def run(args: ArgsType = None) -> GRPOCLI:
         save_config_callback=ConfigBesideLogs,
         auto_configure_optimizers=False,
         parser_class=PlainParser,
-        parser_kwargs={"parser_mode": "yaml"},
+        # Named here: run as a module, or by torchrun, the program's own name is that of a file.
+        parser_kwargs={"parser_mode": "yaml", "prog": "grpo-lit"},
         args=args,
     )
 

@@ -56,7 +56,6 @@ class PlainParser(LightningArgumentParser):
         if unknown := re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message):
             close = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=2)
             print(f"  did you mean {' or '.join(close)}?" if close else "  nothing is called so", file=sys.stderr)
-        # Run as a module, the program's name is that of a file.
-        program = re.sub(r"^__main__\.py( \[options\])?", "grpo-lit", self.prog)
+        program = self.prog.replace(" [options]", "")
         print(f"  every key is explained by: {program} --help", file=sys.stderr)
         sys.exit(2)
