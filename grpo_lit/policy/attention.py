@@ -14,6 +14,7 @@ that holds it: more products, but no mask, which CUDA's kernels for long sequenc
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from grpo_lit.policy.cpu_attention import attend
 
 #: Name under which transformers knows :func:`packed_attention`.
 PACKED = "grpo_lit_packed"
@@ -47,6 +50,14 @@ class Table:
         """Return the same table on ``device``."""
         mask = None if self.mask is None else self.mask.to(device)
         return Table(self.keys.to(device), self.queries.to(device), mask)
+
+    @cached_property
+    def bias(self) -> Float[Tensor, "B Q W"]:
+        """What to add to scores in bf16: 0 where a query sees a key, -inf where not."""
+        rows, width = self.keys.shape
+        seen = torch.ones(width, width, dtype=torch.bool).tril()[None] if self.mask is None else self.mask[:, 0]
+        bias = torch.full(seen.shape, float("-inf"), dtype=torch.bfloat16).masked_fill_(seen, 0.0)
+        return bias.expand(rows, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -182,22 +193,38 @@ def packed_attention(
     """
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = key.shape[1] != query.shape[1]
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # before columns are gathered, which are more
+        query, key, value = (heads.to(torch.get_autocast_dtype(device)) for heads in (query, key, value))
+    products = device == "cpu" and query.dtype == torch.bfloat16
     outputs = []
     for table in layout.tables:
         q, k, v = _gathered(query, table.queries), _gathered(key, table.keys), _gathered(value, table.keys)
-        output = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=table.mask, is_causal=table.mask is None, scale=scaling, enable_gqa=shared
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
+        output = attend(q, k, v, table.bias, scaling) if products else _fused(q, k, v, table.mask, scaling)
+        outputs.append(output.flatten(0, 1).flatten(1))
     joined = nn.functional.embedding(layout.source, torch.cat(outputs))
     return joined.view(1, len(layout.source), query.shape[1], -1), None
 
 
-def _gathered(heads: Float[Tensor, "1 A L D"], table: Int[Tensor, "B W"]) -> Float[Tensor, "B A W D"]:
+def _fused(
+    query: Float[Tensor, "B Q A D"],
+    key: Float[Tensor, "B W C D"],
+    value: Float[Tensor, "B W C E"],
+    mask: Bool[Tensor, "B 1 Q W"] | None,
+    scaling: float,
+) -> Float[Tensor, "B Q A E"]:
+    q, k, v = (tokens.transpose(1, 2) for tokens in (query, key, value))
+    output = nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return output.transpose(1, 2)
+
+
+def _gathered(heads: Float[Tensor, "1 A L D"], table: Int[Tensor, "B W"]) -> Float[Tensor, "B W A D"]:
     # An embedding adds up the gradients of a column that is in several rows many times faster than indexing does.
     columns = heads[0].transpose(0, 1).flatten(1)
-    return nn.functional.embedding(table, columns).unflatten(2, heads.shape[1::2]).transpose(1, 2)
+    return nn.functional.embedding(table, columns).unflatten(2, heads.shape[1::2])
 
 
 def no_mask(like: Tensor) -> Tensor:
