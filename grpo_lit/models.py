@@ -42,6 +42,8 @@ class ModelsModule(EvaluatingModule):
 
     #: Set by a callback before the models are made: the reference is to become an average, too fine for bf16.
     averages_reference = False
+    #: Activations wait for backward in the machine's memory.
+    activation_offload = False
 
     def __init__(
         self,
@@ -84,6 +86,11 @@ class ModelsModule(EvaluatingModule):
         if self.policy is not None:
             return
         self._check_mesh()
+        if self.activation_offload and self.device.type == "cpu":
+            raise ConfigError(
+                "`model.activation_offload` expected a GPU, but got `trainer.accelerator: cpu`: activations are in the "
+                "machine's memory already. Drop it, or use model.gradient_checkpointing"
+            )
         self.policy = self._make_policy()
         model, able = self.policy.model, can_share_prefix(self.policy.model)
         if self.share_prefix and not able:
@@ -172,6 +179,7 @@ class ModelsModule(EvaluatingModule):
     def _prepared(self, policy: Policy) -> Policy:
         if self.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.offloads = self.activation_offload
         return policy.train()
 
     def cast_once(self) -> AbstractContextManager:

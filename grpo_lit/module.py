@@ -58,6 +58,8 @@ class GRPOModule(CheckpointedModule):
             ``shadow/norm_<name>`` hold their gradient with respect to the log-probs against the trained one's.
         adapter: Train a low-rank change of the model instead of its weights.
         quantization: Hold the weights beside an adapter in 4 bits.
+        activation_offload: Keep what backward needs of a forward in the machine's memory, where it is pinned, instead
+            of the GPU's: less of the GPU's memory, and time where the bus is slower than the layers.
         reference_dtype: How to hold the reference. ``auto``: computes as the policy does, to the last bit; ``bfloat16``
             and ``nf4`` take a half and a seventh of float32's memory and begin at a small KL.
     """
@@ -78,6 +80,7 @@ class GRPOModule(CheckpointedModule):
         adapter: LoRA | None = None,
         quantization: NF4 | None = None,
         reference_dtype: ReferenceDtype = "auto",
+        activation_offload: bool = False,
     ) -> None:
         trained, others = objective or Objective(), Shadows(shadows or {})
         super().__init__(
@@ -91,6 +94,7 @@ class GRPOModule(CheckpointedModule):
             reference_dtype=reference_dtype,
         )
         self.automatic_optimization = False
+        self.activation_offload = activation_offload
         self.objective, self.shadows = trained, others
         self._make_optimizer, self._make_scheduler = optimizer or default_optimizer, lr_scheduler
         self.old_policy_source = old_policy
@@ -105,6 +109,11 @@ class GRPOModule(CheckpointedModule):
         if gradient_clip_norm is not None and gradient_clip_norm <= 0:
             raise ConfigError(
                 f"`model.gradient_clip_norm` expected to be > 0, but got {gradient_clip_norm}: use null for no clipping"
+            )
+        if activation_offload and gradient_checkpointing:
+            raise ConfigError(
+                "`model.activation_offload` and `model.gradient_checkpointing` contradict: what is recomputed is not "
+                "kept. Drop one of them"
             )
         paying = [part for part in self.objective.corrections if part.pays_sampler_ratio]
         if old_policy == "sampler" and paying:

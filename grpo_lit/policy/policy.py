@@ -1,6 +1,7 @@
 """The policy: a causal language model that answers with log-prob and entropy of completion tokens."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from typing_extensions import override
 from grpo_lit.batch import KeptTensors
 from grpo_lit.policy.attention import PACKED, attend_to_packs, no_mask
 from grpo_lit.policy.head import Head, logprobs_and_entropy
+from grpo_lit.policy.offload import offloaded
 from grpo_lit.policy.packing import Pack
 from grpo_lit.policy.precision import apply_but_keep
 from grpo_lit.shapes import TokenFloat, TokenInt
@@ -46,6 +48,7 @@ class Policy(nn.Module):
 
     Attributes:
         adapted: Whether what is trained of it is an adapter, whose weights stay float32.
+        offloads: Whether activations wait for backward in the machine's memory.
     """
 
     def __init__(self, model: PreTrainedModel, entropy_gradient: bool = False) -> None:
@@ -54,7 +57,7 @@ class Policy(nn.Module):
         if can_share_prefix(model):
             attend_to_packs(model)
         self.entropy_gradient = entropy_gradient
-        self.adapted = False
+        self.adapted = self.offloads = False
 
     def set_entropy_gradient(self, wanted: bool) -> None:
         """Let the entropy carry gradient, or not; reaches the policy through a wrapper too, where setting would not."""
@@ -65,9 +68,11 @@ class Policy(nn.Module):
     ) -> PolicyOutput:
         """Return log-prob and entropy of the target tokens, which follow ``pack.predictor``."""
         packed = {} if pack.layout is None else {"layout": pack.layout, "attention_mask": no_mask(pack.input_ids)}
-        hidden = self.model.base_model(
-            input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed
-        ).last_hidden_state
+        waiting = offloaded(self.model, pack.input_ids.device) if self.offloads else nullcontext()
+        with waiting:
+            hidden = self.model.base_model(
+                input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed
+            ).last_hidden_state
         hidden = hidden.flatten(0, 1)[pack.predictor]
         output = self.model.get_output_embeddings()
         config = self.model.config.get_text_config()

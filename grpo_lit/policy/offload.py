@@ -1,0 +1,52 @@
+"""Activations that wait for backward in the machine's memory instead of the device's."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: Smaller tensors stay where they are: a copy takes longer to start than they take to move [bytes].
+WORTH_MOVING = 2**20
+
+
+@dataclass(frozen=True)
+class _Moved:
+    copy: Tensor
+    device: torch.device
+
+
+def offloaded(weights: nn.Module, device: torch.device, least: int = WORTH_MOVING) -> AbstractContextManager[None]:
+    """Keep what a forward within saves for backward in the machine's memory, pinned where ``device`` is a GPU.
+
+    Results do not change. Weights stay: they are on the device anyway, and a sharded one is not to be held whole.
+
+    Args:
+        weights: The model whose weights these are.
+        device: Whose tensors are moved.
+        least: Smallest tensor that is [bytes].
+    """
+    pinned = device.type == "cuda"
+    stays = {parameter.untyped_storage().data_ptr() for parameter in weights.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor | _Moved:
+        size = tensor.numel() * tensor.element_size()
+        weight = tensor.untyped_storage().data_ptr() in stays or _is_cast_weight(tensor)
+        if tensor.device != device or size < least or weight:
+            return tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
+        copy.copy_(tensor, non_blocking=pinned)
+        return _Moved(copy, tensor.device)
+
+    def unpack(saved: Tensor | _Moved) -> Tensor:
+        return saved.copy.to(saved.device, non_blocking=True) if isinstance(saved, _Moved) else saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _is_cast_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor is what autocast made of a weight, which all micro-batches of a step share."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in ("TBackward0", "TransposeBackward0", "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and hasattr(node, "variable")
