@@ -16,6 +16,8 @@ from grpo_lit.shapes import TokenFloat, TokenInt
 CHUNK_BYTES = 64 * 2**20
 #: Bytes of float32 logits that a CPU passes over at a time: all passes over a block find it in the cache.
 BLOCK_BYTES = 2 * 2**20
+#: Rows of the weight whose gradient a CPU adds at a time, for the same reason.
+WEIGHT_ROWS = 1024
 #: Logit of a token that was not possible: its probability is exactly 0. With -inf, 0 * inf would make entropy NaN.
 IMPOSSIBLE = -1e9
 
@@ -168,8 +170,10 @@ def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """Add grad^T hidden to ``total`` [V H] in its precision."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.T, hidden)
-    else:
-        total += (grad.T @ hidden).to(total.dtype)
+        return
+    rows = WEIGHT_ROWS if total.device.type == "cpu" else len(total)
+    for part, columns in zip(total.split(rows), grad.split(rows, 1), strict=True):
+        part += columns.T @ hidden
 
 
 def _products(

@@ -79,6 +79,20 @@ def test_bf16_hidden_states_are_summed_in_float32() -> None:
     torch.testing.assert_close(logp, exact.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-3)
 
 
+def test_under_autocast_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_lit.policy.head.CHUNK_BYTES", 4 * 2500)  # a token: every row is added to 1,200 times
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1200, 8), (0.1 * torch.randn(2500, 8)).requires_grad_()
+    targets, scales = torch.randint(2500, (1200,)), torch.randn(1200)
+    with torch.autocast("cpu", torch.bfloat16):
+        (logprobs_and_entropy(hidden, targets, Head(weight))[0] * scales).sum().backward()
+    ours, weight.grad = weight.grad, None
+    ((hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0] * scales).sum().backward()
+    assert ours.dtype == torch.float32
+    # .0029, since products are rounded to bf16; .0089 where their sums are too.
+    assert (ours - weight.grad).norm() < 0.004 * weight.grad.norm()
+
+
 def kept_of(steps: list[list[int]]) -> KeptTensors:
     ids = torch.tensor([i for step in steps for i in step], dtype=torch.int32)
     return KeptTensors(ids, torch.tensor([len(step) for step in steps], dtype=torch.long))
