@@ -6,10 +6,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.interrupts import Interrupted
 from grpo_lit.metrics.names import is_held_out
 from grpo_lit.strategies.saving import link
 
@@ -17,8 +19,9 @@ from grpo_lit.strategies.saving import link
 class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
     """Lightning's ModelCheckpoint, whose ``save_on_exception`` lets a failing rank end.
 
-    Saving waits for all ranks. Ctrl-C reaches all of them; an error is one rank's own, and the others would be waited
-    for until the process group's time-out, with the reason untold. There the last checkpoint on schedule has to do.
+    Saving waits for all ranks. Ctrl-C and SIGTERM reach all of them; an error is one rank's own, and the others would
+    be waited for until the process group's time-out, with the reason untold. There the last checkpoint on schedule has
+    to do.
 
     A process that is killed at any moment leaves the newest complete checkpoint behind, and with ``save_last: link`` a
     ``last.ckpt`` that points to it.
@@ -27,8 +30,16 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what was learnt, on one process or where all of them stop."""
-        if trainer.world_size == 1 or isinstance(exception, KeyboardInterrupt):
-            super().on_exception(trainer, pl_module, exception)
+        everywhere = trainer.world_size == 1 or isinstance(exception, KeyboardInterrupt | Interrupted)
+        if not everywhere or not self._should_save_on_exception(trainer):
+            return
+        # As Lightning, which beside that prints the exception's message, before it is an error's that the user sees.
+        candidates = self._monitor_candidates(trainer)
+        path = self.format_checkpoint_name(candidates)
+        self._save_checkpoint(trainer, path)
+        self._save_last_checkpoint(trainer, candidates)
+        if not isinstance(exception, Interrupted):  # its end tells of all that was saved
+            rank_zero_info(f"step {trainer.global_step} is saved in {path}")
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

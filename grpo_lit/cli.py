@@ -5,16 +5,18 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lit import objectives, rewards
 from grpo_lit.data import files, hub, mixture, reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
+from grpo_lit.interrupts import Interrupted, ending_in_order, outcome_of, started_by_lightning
 from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
 from grpo_lit.rollouts import transformers, vllm, vllm_server
@@ -61,6 +63,25 @@ class GRPOCLI(LightningCLI):
         if trainer.enable_progress_bar is False and trainer.callbacks:
             trainer.callbacks = [part for part in trainer.callbacks if not part.class_path.endswith("ProgressBar")]
 
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Return the trainer, with SIGTERM left to :mod:`grpo_lit.interrupts`.
+
+        Lightning waits for the end of the batch, while vLLM's processes end at once; and with several ranks it starts a
+        collective inside of the signal's handler, which hangs where a rank is in another one.
+        """
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
+        return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except Interrupted as interrupted:
+            interrupted.outcome = outcome_of(self.trainer)
+            if started_by_lightning(self.trainer):
+                interrupted.status = 0
+            raise
+
 
 def run(args: ArgsType = None) -> GRPOCLI:
     """Run a subcommand, for Python callers and tests.
@@ -97,7 +118,12 @@ def main(args: Sequence[str] | None = None) -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")  # an own part beside the YAML is found, as `python -m` would
     try:
-        run(list(args) if args is not None else None)
+        with ending_in_order():
+            run(list(args) if args is not None else None)
+    except Interrupted as interrupted:
+        if rank_zero_only.rank == 0:
+            print(f"{interrupted}: {interrupted.outcome or 'ended before the run began'}", file=sys.stderr)
+        sys.exit(interrupted.status)
     except (ConfigError, EngineError, RewardError, TrainingError) as error:
         _answer(error, str(error))
     except MisconfigurationException as error:

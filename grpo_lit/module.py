@@ -15,6 +15,7 @@ from grpo_lit.batch import TokenBatch
 from grpo_lit.callback import RolloutHooks
 from grpo_lit.checkpoints import CheckpointedModule
 from grpo_lit.errors import ConfigError, TrainingError
+from grpo_lit.interrupts import held_back
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
 from grpo_lit.models import ReferenceDtype
@@ -29,8 +30,6 @@ from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 from grpo_lit.strategies.gradients import clip_gradients, drop_gradients
 
 OldPolicy = Literal["logprobs", "weights", "sampler"]
-
-
 #: What a run that stands still says of itself.
 _TOLD = ("reward/", "exploration/solve", "exploration/zero")
 
@@ -267,9 +266,10 @@ class GRPOModule(CheckpointedModule):
         # Gradients are averaged over ranks by now, so every rank comes to the same verdict.
         problem = None if math.isfinite(norm) else "its gradient is not finite"
         if problem is None:
-            optimizer.step()
-            if (scheduler := self.lr_schedulers()) is not None:
-                scheduler.step()
+            with held_back():  # weights and the count of steps go together
+                optimizer.step()
+                if (scheduler := self.lr_schedulers()) is not None:
+                    scheduler.step()
         else:
             drop_gradients(strategy)
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.distributed_c10d import _get_default_store
+
+from grpo_lit.interrupts import Interrupted
 
 #: How often a rank looks whether another has failed [s].
 _LOOK = 1.0
@@ -27,8 +30,9 @@ class FailureWatch(Callback):
     """Tells the other ranks of an error, and ends this one where another has failed.
 
     The others would wait for the failed rank in their next collective, and its reason would be in its own log only.
-    Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C is told too,
-    since ``kill -INT`` may reach one rank alone, but nobody is waited for: where all have it, each ends by itself.
+    Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C and SIGTERM
+    are told too, since ``kill`` may reach one rank alone, but nobody is waited for: where all have it, each ends by
+    itself.
     """
 
     def __init__(self) -> None:
@@ -57,12 +61,18 @@ class FailureWatch(Callback):
         self._stop()
         if trainer.world_size == 1 or not torch.distributed.is_initialized():
             return
-        said = "".join(traceback.format_exception(exception))[-_LENGTH:]
+        asked = isinstance(exception, KeyboardInterrupt | Interrupted)
+        if asked and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGTERM)  # the ranks that this one started, so that all of them save
+        said = f"rank {trainer.global_rank} failed, and ends the run:\n"
+        said += "".join(traceback.format_exception(exception))[-_LENGTH:]
+        if asked:
+            said = f"rank {trainer.global_rank} was ended by {str(exception) or type(exception).__name__}"
         store = _get_default_store()
         try:
             if store.add(f"{self._run}/failures", 1) == 1:
-                store.set(f"{self._run}/message", f"rank {trainer.global_rank} failed, and ends the run:\n{said}")
-            grace = 0.0 if isinstance(exception, KeyboardInterrupt) else _GRACE
+                store.set(f"{self._run}/message", said)
+            grace = 0.0 if asked else _GRACE
             told, until = self._acknowledge(), time.monotonic() + grace
             while told < trainer.world_size and time.monotonic() < until:
                 time.sleep(_LOOK / 10)

@@ -1,5 +1,6 @@
 """A checkpoint is saved on errors where all ranks are there to save it."""
 
+import signal
 from unittest.mock import Mock
 
 import pytest
@@ -10,18 +11,26 @@ from lightning.pytorch.strategies import Strategy
 
 from callbacks import ModelCheckpoint
 from grpo_lit.errors import ConfigError
+from grpo_lit.interrupts import Interrupted
 
 
 @pytest.mark.parametrize(
     ("world_size", "error", "saves"),
-    [(1, ValueError(), 1), (1, KeyboardInterrupt(), 1), (2, ValueError(), 0), (2, KeyboardInterrupt(), 1)],
+    [
+        (1, ValueError(), 1),
+        (1, Interrupted(signal.SIGTERM), 1),
+        (2, ValueError(), 0),
+        (2, KeyboardInterrupt(), 1),
+        (2, Interrupted(signal.SIGINT), 1),
+    ],
 )
-def test_a_failing_rank_waits_for_nobody(world_size, error, saves, monkeypatch):
-    save = Mock()
-    monkeypatch.setattr(lightning_callbacks.ModelCheckpoint, "on_exception", save)
-    trainer = Mock(spec=Trainer, world_size=world_size)
-    ModelCheckpoint(save_on_exception=True).on_exception(trainer, Mock(spec=LightningModule), error)
-    assert save.call_count == saves
+def test_a_failing_rank_waits_for_nobody(world_size, error, saves, tmp_path):
+    trainer = Mock(spec=Trainer, world_size=world_size, global_step=3, current_epoch=0, loggers=[], callback_metrics={})
+    trainer.configure_mock(fast_dev_run=False, sanity_checking=False)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True, save_last=False)
+    for _ in range(2):  # what is saved already is not saved again
+        saver.on_exception(trainer, Mock(spec=LightningModule), error)
+    assert [call.args[0] for call in trainer.save_checkpoint.call_args_list] == [f"{tmp_path}/step=3.ckpt"] * saves
 
 
 def test_checkpoints_of_runs_with_lightnings_own_are_taken_up():
