@@ -35,6 +35,19 @@ class Console(Callback):
         """Take up the accuracies of the run that is resumed."""
         self._before = dict(state_dict["before"])
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what takes its time before the first step; the engine, which says so itself, starts on the way."""
+        questions = sum(map(len, trainer.datamodule.val.values()))  # type: ignore[attr-defined]
+        rank_zero_info(f"before step 1: {questions} held-out questions are answered")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how much is drawn before the first step is made."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        prompts, completions = data.prompts_per_rollout, data.sampling.completions
+        rank_zero_info(
+            f"step {trainer.global_step + 1} begins with a rollout: {prompts} prompts, {completions} answers each"
+        )
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the accuracies just measured, with 95 % intervals in brackets outside of training."""
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith(self.prefix)}

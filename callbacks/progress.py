@@ -1,6 +1,7 @@
 """The progress bar: optimizer steps, and the five figures that tell how a run goes."""
 
 import math
+import sys
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -27,6 +28,11 @@ class ProgressBar(RichProgressBar):
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=leave)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is a terminal to draw on; elsewhere :class:`callbacks.Console` prints a line per step."""
+        return bool(super().is_enabled) and sys.stdout.isatty()
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Return a narrow bar, so that the figures fit beside it in a terminal of 100 columns."""

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +18,13 @@ from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
 from grpo_lit.interrupts import Interrupted, ending_in_order, outcome_of, started_by_lightning
 from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
+from grpo_lit.quiet import quieten
 from grpo_lit.rollouts import transformers, vllm, vllm_server
 from grpo_lit.versions import VERSIONS_FILE, note_versions
 
+DESCRIPTION = """Train a language model on its own scored answers, with GRPO or a relative of it, and measure what it
+learnt. Configurations are YAML files, of which later ones win: grpo-lit fit --config configs/base.yaml --config
+configs/recipe/dr_grpo.yaml --model.checkpoint FOLDER_OR_HUB_ID. A subcommand's --help explains every key."""
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
 PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm, vllm_server)
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
@@ -94,11 +97,7 @@ def run(args: ArgsType = None) -> GRPOCLI:
         EngineError: The engine failed.
         TrainingError: The run cannot go on.
     """
-    # Lightning warns of few dataloader workers; rollouts come from an engine, there is no worker to add.
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a dependency of reasoning-gym, when first compiled
-    # Lightning's own use of torch's trees, nothing a user can change.
-    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    quieten()
     return GRPOCLI(
         GRPOModule,
         RolloutDataModule,
@@ -108,7 +107,7 @@ def run(args: ArgsType = None) -> GRPOCLI:
         auto_configure_optimizers=False,
         parser_class=PlainParser,
         # Named here: run as a module, or by torchrun, the program's own name is that of a file.
-        parser_kwargs={"parser_mode": "yaml", "prog": "grpo-lit"},
+        parser_kwargs={"parser_mode": "yaml", "prog": "grpo-lit", "description": DESCRIPTION},
         args=args,
     )
 

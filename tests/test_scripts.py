@@ -91,7 +91,7 @@ def test_a_machine_without_gpu_gets_the_lock(clone):
     done = clone.run("scripts/setup")
     assert done.returncode == 0, done.stderr
     assert clone.take_calls() == ["venv", LOCKED, PACKAGE]
-    assert "done. Next: bash scripts/quickstart" in done.stdout
+    assert "done. Next: scripts/quickstart" in done.stdout
 
 
 def test_a_second_run_asks_for_nothing(clone):
@@ -210,15 +210,37 @@ def checks(clone) -> Clone:
     return clone
 
 
-def test_the_checks_come_in_order_and_pass_arguments_to_pytest(checks, tmp_path):
-    done = checks.run("scripts/test", "-k", "two words", cwd=tmp_path, CI="", FAILS="nothing")
+def test_the_checks_come_in_order(checks, tmp_path):
+    done = checks.run("scripts/test", cwd=tmp_path, CI="", FAILS="nothing")
     assert done.returncode == 0, done.stderr
     assert [call.split(" in REPO, ")[0] for call in checks.take_calls()] == [
         "ruff format --check --quiet .",
         "ruff check --quiet .",
         "mypy --no-error-summary",
-        "python -m pytest -n 2 --dist loadfile --durations=10 -k two words",
+        "python -m pytest -n 2 --dist loadfile --durations=10",
     ]
+
+
+def test_arguments_are_for_pytest_alone(checks, tmp_path):
+    assert checks.run("scripts/test", "-k", "two words", cwd=tmp_path, CI="", FAILS="nothing").returncode == 0
+    assert checks.take_calls() == ["python -m pytest -k two words in REPO, CI="]
+
+
+def test_help_runs_nothing(checks):
+    done = checks.run("scripts/test", "--help")
+    assert (done.returncode, checks.take_calls()) == (0, [])
+    assert "scripts/test -k packing" in done.stdout
+
+
+def test_python_scripts_find_the_environment_and_parts_beside_the_yaml(clone, tmp_path):
+    write_script(clone.repo / ".venv/bin/python", '#!/bin/sh\necho "the environment: $*"\n')
+    script = str(clone.repo / "scripts/export")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("GRPO_LIT_", "PYTHON"))}
+    outside = [sys.executable, "-S"]  # without the packages that this Python has
+    assert subprocess.check_output([*outside, script, "a b"], env=env, text=True) == f"the environment: {script} a b\n"
+    (tmp_path / "my_parts.py").write_text("print('found')")
+    code = f"import sys; sys.path[0] = {str(REPO / 'scripts')!r}; import in_venv, my_parts"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True) == "found\n"
 
 
 @pytest.mark.parametrize("tool", ["ruff format*", "ruff check*", "mypy*", "python -m pytest*"])

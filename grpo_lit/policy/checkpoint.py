@@ -34,7 +34,7 @@ NO_LIMIT = 2**31 - 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _NOISE = re.compile(r"dropout|pdrop|layerdrop|drop_path|drop_rate|jitter")
-_FETCH = "`bash scripts/fetch_model` makes one that needs no hub, and prints its path."
+_FETCH = "`scripts/fetch_model` makes one that needs no hub, and prints its path."
 
 
 def resolve_checkpoint(checkpoint: str) -> str:

@@ -106,7 +106,7 @@ class VLLMEngine(Engine):
                 "`weight_transfer` expected shared_memory unless learner and engine share one CUDA device, but got "
                 "cuda_ipc: set it to shared_memory"
             )
-        rank_zero_info(f"vLLM is starting with {model.path} (about half a minute) ...")
+        rank_zero_info(f"vLLM is starting with {model.path} ...")
         began = time.monotonic()
         atexit.register(_close, weakref.ref(self))
         self._model = model

@@ -126,7 +126,7 @@ class VLLMServerEngine(Engine):
 
     def _start_servers(self, model: EngineModel) -> tuple[str, list[str]]:
         check_installed(type(self).__name__)
-        rank_zero_info(f"{self.servers} vLLM server(s) are starting with {model.path} (about half a minute) ...")
+        rank_zero_info(f"{self.servers} vLLM server(s) are starting with {model.path} ...")
         key = secrets.token_urlsafe(32)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         for index in range(self.servers):

@@ -146,7 +146,7 @@ def test_what_does_not_exist_is_refused_at_once(name, load):
     start = time.perf_counter()
     message = refusal(name, load)
     assert repr(name) in message
-    assert "bash scripts/fetch_model" in message
+    assert "`scripts/fetch_model`" in message
     assert time.perf_counter() - start < 5  # transformers' own tries of the hub take 24 s and more
 
 
