@@ -1,6 +1,5 @@
 """Turns a training checkpoint into a Hugging Face folder that transformers and vLLM load."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from grpo_lit.strategies.saving import METADATA, is_sharded
 
 #: How the policy's weights are named in a checkpoint of GRPOModule.
 _PREFIX = "policy.model."
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32, adapter: bool = False) -> Path:
@@ -82,19 +79,3 @@ def _adapted(note: dict[str, Any], stored: dict[str, Tensor]) -> PreTrainedModel
 
 def _of_policy(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items() if name.startswith(_PREFIX)}
-
-
-def main() -> None:
-    """Command line of ``scripts/export``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint of a run, e.g. runs/NAME/version_0/checkpoints/last.ckpt"
-    )
-    parser.add_argument("target", type=Path, help="the folder to write")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="of the written weights")
-    parser.add_argument("--adapter", action="store_true", help="the adapter alone, for peft, instead of merged weights")
-    arguments = parser.parse_args()
-    try:
-        print(export(arguments.checkpoint, arguments.target, _DTYPES[arguments.dtype], arguments.adapter))
-    except ConfigError as error:
-        parser.exit(2, f"error: {error}\n")

@@ -1,19 +1,15 @@
 """The command ``scripts/audit_verifier``."""
 
-import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser
 from rich.console import Console
-from rich.progress import Progress
 
-from grpo_lit.audit.judge import Judge, distinct_prompts
-from grpo_lit.audit.report import Audit, tables, write_csv, write_json
-from grpo_lit.audit.samples import Fields, read_samples
-from grpo_lit.errors import ConfigError
-from grpo_lit.rewards import Reward
+from grpo_lit.audit.options import Settings
+from grpo_lit.command import HelpFormatter, exit_status
 
 DESCRIPTION = r"""
 Find what a verifier gets wrong before a policy does.
@@ -36,73 +32,28 @@ hollow completions that pass for correct than max_hollow; 2 for a setting or a f
 """
 
 
-class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Types and defaults in the help, paragraphs of the description kept."""
+def _reward(words: Sequence[str]) -> type:
+    """Return the type of a reward; for the help alone, text will do, and takes no seconds to import."""
+    if {"-h", "--help"} & set(words):
+        return str
+    from grpo_lit.rewards import Reward
 
-
-@dataclass
-class Settings:
-    """How to audit.
-
-    Args:
-        fields: Which field of a row holds what.
-        correct_at: Score from which on a completion passes for correct.
-        max_errors: Most mistakes for exit status 0.
-        max_hollow: Most hollow completions that may pass for correct, for exit status 0; null: any number.
-        prompts: Questions for which hollow completions are built, the first of each file; 0: none.
-        show: Most offending rows in the table; the files hold all.
-        json: File for the figures and all findings.
-        csv: File for all findings.
-    """
-
-    fields: Fields = field(default_factory=Fields)
-    correct_at: float = 1.0
-    max_errors: int = 0
-    max_hollow: int | None = None
-    prompts: int = 50
-    show: int = 20
-    json: Path | None = None
-    csv: Path | None = None
+    return Reward
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Audit from the command line; return the exit status."""
-    parser = ArgumentParser(prog="scripts/audit_verifier", description=DESCRIPTION, formatter_class=_Formatter)
+    words = list(sys.argv[1:] if args is None else args)
+    parser = ArgumentParser(prog="scripts/audit_verifier", description=DESCRIPTION, formatter_class=HelpFormatter)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings.")
     parser.add_argument("files", type=Path, nargs="+", help="JSONL files of labelled completions.")
-    parser.add_argument("--reward", type=Reward, required=True, help="Who judges: a short name or a class path.")
+    who = "Who judges: a short name (NumericMatch, MathEquivalence, ...) or a class path; --reward.help NAME: its keys."
+    parser.add_argument("--reward", type=_reward(words), required=True, help=who)
     parser.add_class_arguments(Settings)
-    parsed = parser.parse_args(args)
+    parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
     settings = Settings(**{field.name: made[field.name] for field in fields(Settings)})
-    console, errors = Console(), Console(stderr=True)
-    try:
-        audits = _audits(made.reward, made.files, settings, errors)
-    except ConfigError as error:
-        errors.print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    finally:
-        made.reward.close()
-    for audit in audits:
-        console.print(*tables(audit, settings.show))
-    if settings.json:
-        write_json(settings.json, audits)
-    if settings.csv:
-        write_csv(settings.csv, audits)
-    for path in filter(None, (settings.json, settings.csv)):
-        console.print(f"wrote {path}", markup=False)
-    mistakes, passed = sum(audit.mistakes for audit in audits), sum(audit.hollow_full for audit in audits)
-    return int(mistakes > settings.max_errors or (settings.max_hollow is not None and passed > settings.max_hollow))
+    from grpo_lit.audit.auditing import run
 
-
-def _audits(reward: Reward, files: Sequence[Path], settings: Settings, console: Console) -> list[Audit]:
-    """Audit every file, with a bar; all are read before any is judged."""
-    read = {file: read_samples(file, settings.fields) for file in files}
-    audits = []
-    with Progress(console=console, transient=True) as progress:
-        for file, samples in read.items():
-            total = len(samples) + min(settings.prompts, len(distinct_prompts(samples)))
-            task = progress.add_task(file.name, total=total)
-            judge = Judge(reward, settings.correct_at, lambda task=task: progress.advance(task))  # type: ignore[misc]
-            audits.append(judge.audit(file.name, samples, settings.prompts))
-    return audits
+    errors = Console(stderr=True)
+    return exit_status(lambda: run(made.reward, made.files, settings, errors), errors)

@@ -1,29 +1,14 @@
 """The command ``scripts/benchmark_learner``."""
 
-import argparse
-import importlib.util
-import itertools
-import math
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from grpo_lit.bench.measurement import Measurement
-from grpo_lit.bench.processes import ArmError, ArmProcess
-from grpo_lit.bench.report import Result, Verification, publish
-from grpo_lit.bench.settings import ARMS, Settings
-from grpo_lit.bench.workload import make_objective
+from grpo_lit.bench.options import ARMS, Options
+from grpo_lit.command import HelpFormatter, exit_status
 from grpo_lit.errors import ConfigError
-
-T = TypeVar("T")
 
 DESCRIPTION = """\
 Measure the learner beside others: the gradient of one optimizer step on one rollout, with SmolLM2-135M's shapes.
@@ -45,130 +30,22 @@ Examples:
   scripts/benchmark_learner --tiny --rounds 1                 # does it work at all? Seconds
 """
 
-#: Largest relative distance of two float32 gradients of the same step.
-TOLERANCE = 1e-5
-#: Groups of the step on which ours and plain must agree.
-VERIFIED_GROUPS = 2
-
-
-class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Types and defaults in the help, paragraphs of the description kept."""
-
-
-class Benchmark:
-    """One run: processes, verification, rounds.
-
-    Args:
-        settings: What was asked for.
-        arms: Names of the arms.
-        groups: Sizes of rollouts.
-        console: For what is found on the way.
-        progress: For what is left.
-    """
-
-    def __init__(
-        self, settings: Settings, arms: Sequence[str], groups: Sequence[int], console: Console, progress: Progress
-    ) -> None:
-        self.settings, self.arms, self.groups = settings, list(arms), list(groups)
-        self.console, self.progress = console, progress
-        self.result = Result()
-        self.processes: dict[str, ArmProcess] = {}
-
-    def run(self) -> Result:
-        """Return what was found; arms that fail are left out from there on."""
-        if "trl" in self.arms and importlib.util.find_spec("trl") is None:
-            self.console.print("trl: left out, it is not installed (pip install trl)")
-            self.arms.remove("trl")
-        total = (2 + self.settings.rounds * len(self.groups)) * len(self.arms)
-        self.task = self.progress.add_task("start", total=total)
-        with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="grpo_lit_bench_") as folder:
-            for name in self.arms:
-                self.processes[name] = ArmProcess(name, self.settings)
-                stack.callback(self.processes[name].close)
-            for name in self.arms:
-                self._try(name, "start", self.processes[name].wait_until_ready)
-            self._verify(Path(folder))
-            for number, groups, name in itertools.product(range(self.settings.rounds), self.groups, self.arms):
-                what = f"round {number + 1} of {self.settings.rounds}, {groups} groups"
-                answer = self._try(name, what, self.processes[name].ask, action="measure", groups=groups)
-                if answer is not None:
-                    self.result.measured.append(Measurement(**answer))
-        return self.result
-
-    def _verify(self, folder: Path) -> None:
-        """Hold the gradients of ours and plain against each other; every arm has then made a step."""
-        losses = {}
-        for name in self.arms:
-            request = {"action": "verify", "groups": VERIFIED_GROUPS, "path": str(folder / f"{name}.pt")}
-            answer = self._try(name, "check of the gradient", self.processes[name].ask, **request)
-            if answer is not None:
-                losses[name] = answer["loss"]
-        if not {"ours", "plain"} <= losses.keys():
-            return
-        distance = gradient_distance(folder / "ours.pt", folder / "plain.pt")
-        found = Verification(losses["ours"], losses["plain"], distance)
-        self.result.verification = found
-        self.console.print(
-            f"ours and plain: loss {found.loss_ours:.6g} and {found.loss_plain:.6g}, gradients {distance:.1e} apart"
-        )
-        apart = abs(found.loss_ours - found.loss_plain) / max(abs(found.loss_plain), 1.0)
-        if self.settings.dtype == torch.float32 and not max(apart, distance) <= TOLERANCE:
-            raise ConfigError(
-                f"`arms` expected the same gradient to {TOLERANCE:g} in float32, but got {distance:.1e} (losses "
-                f"{apart:.1e}): nothing is timed, since one of them is wrong"
-            )
-
-    def _try(self, name: str, what: str, call: Callable[..., T], **arguments: Any) -> T | None:
-        """Make a call of an arm and show it; ``None`` once the arm has failed."""
-        self.progress.update(self.task, description=f"{name}: {what}")
-        answer = None
-        if name not in self.result.failures:
-            try:
-                answer = call(**arguments)
-            except ArmError as error:
-                self.result.failures[name] = str(error)
-        self.progress.advance(self.task)
-        return answer
-
-
-def gradient_distance(got: Path, expected: Path) -> float:
-    """Return ``|a - b| / |b|`` of two gradients, parameter by parameter in float64, from the files that hold them."""
-    a, b = (torch.load(path, mmap=True) for path in (got, expected))
-    apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)
-    return math.sqrt(apart / sum(float(gradient.double().square().sum()) for gradient in b.values()))
-
-
-def parse(args: Sequence[str] | None) -> tuple[Settings, list[str], list[int]]:
-    """Return settings, arms and sizes.
-
-    Raises:
-        ConfigError: One of them means nothing.
-    """
-    parser = ArgumentParser(prog="scripts/benchmark_learner", description=DESCRIPTION, formatter_class=_Formatter)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="What to measure.")
-    parser.add_argument("--groups", nargs="+", type=int, default=[8], help="Sizes of rollouts, in prompts.")
-    parser.add_class_arguments(Settings)
-    parsed = parser.parse_args(args)
-    settings = Settings(**{field.name: parsed[field.name] for field in fields(Settings)})
-    if min(parsed.groups) < 1:
-        raise ConfigError(f"`groups` expected numbers >= 1, but got {min(parsed.groups)}")
-    make_objective(settings)  # a recipe that cannot be measured is told before anything starts
-    return settings, list(dict.fromkeys(parsed.arms)), list(dict.fromkeys(parsed.groups))
-
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; return the exit status."""
-    console, errors = Console(), Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        settings, arms, groups = parse(args)
-        with Progress(*columns, console=errors, transient=True) as progress:
-            result = Benchmark(settings, arms, groups, console, progress).run()
-    except ConfigError as error:
-        errors.print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        errors.print("interrupted: nothing is written")
-        return 130
-    publish(settings, result, console)
-    return 1 if result.failures else 0
+    parser = ArgumentParser(prog="scripts/benchmark_learner", description=DESCRIPTION, formatter_class=HelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="What to measure.")
+    parser.add_argument("--groups", nargs="+", type=int, default=[8], help="Sizes of rollouts, in prompts.")
+    parser.add_class_arguments(Options)
+    parsed = parser.parse_args(args)
+    # What takes seconds to import is not needed to print the help.
+    from grpo_lit.bench.rounds import run
+    from grpo_lit.bench.settings import Settings
+
+    def measure() -> int:
+        if min(parsed.groups) < 1:
+            raise ConfigError(f"`groups` expected numbers >= 1, but got {min(parsed.groups)}")
+        settings = Settings(**{field.name: parsed[field.name] for field in fields(Options)})
+        return run(settings, list(dict.fromkeys(parsed.arms)), list(dict.fromkeys(parsed.groups)))
+
+    return exit_status(measure, Console(stderr=True))

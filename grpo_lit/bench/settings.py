@@ -1,14 +1,14 @@
-"""What the learner's benchmark can be asked for, and the shapes it measures at."""
+"""The shapes that the learner's benchmark measures at."""
 
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from grpo_lit.errors import ConfigError
+from grpo_lit.bench.options import Options
 
 #: Shapes of SmolLM2-135M, as published with its weights.
 SMOLLM2_135M: dict[str, Any] = {
@@ -36,8 +36,6 @@ TINY = SMOLLM2_135M | {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-RECIPES = Path(__file__).parents[2] / "configs/recipe"
-ARMS = ("ours", "plain", "trl")
 
 
 @dataclass(frozen=True)
@@ -72,51 +70,8 @@ class Preset:
 PRESETS = {"short": Preset(53, 64), "long": Preset(256, 512, median=200.0)}
 
 
-@dataclass
-class Settings:
-    """Settings.
-
-    Attributes:
-        preset: ``short``: prompts of 53 tokens, completions of 1 to 64. ``long``: prompts of 256, completions
-            log-normal around 200, at most 512.
-        recipe: Recipe file whose loss is paid.
-        precision: ``float32``, ``bf16`` (autocast over float32 weights) or ``auto``: bf16 where the processor has
-            instructions for it.
-        rounds: How often every arm is measured; medians are over them.
-        group_size: Completions of a prompt.
-        budget: Most input tokens of a micro-batch of ours, as ``model.max_tokens_per_micro_batch``.
-        plain_rows: Sequences of a micro-batch of the others.
-        gradient_checkpointing: Recompute activations in backward, in every arm.
-        threads: Of each process; 0: as many as PyTorch takes.
-        tiny: A model of two layers and an eighth of the lengths: says whether the benchmark works, and nothing else.
-        seed: Of weights, tokens and lengths.
-        min_free_gib: An arm is ended when the machine has less memory left than this [GiB].
-        json: File to write every measurement to.
-    """
-
-    preset: Literal["short", "long"] = "short"
-    recipe: Path = RECIPES / "grpo.yaml"
-    precision: Literal["auto", "float32", "bf16"] = "auto"
-    rounds: int = 5
-    group_size: int = 8
-    budget: int = 2048
-    plain_rows: int = 16
-    gradient_checkpointing: bool = False
-    threads: int = 0
-    tiny: bool = False
-    seed: int = 0
-    min_free_gib: float = 1.0
-    json: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that mean nothing."""
-        for name, least in (("rounds", 1), ("group_size", 2), ("budget", 1), ("plain_rows", 1), ("threads", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"`{name}` expected to be >= {least}, but got {getattr(self, name)}")
-        if not self.recipe.is_file():
-            raise ConfigError(f"`recipe` expected a YAML file, but got {self.recipe}: see configs/recipe")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise ConfigError(f"`json` expected a file in a folder that exists, but got {self.json}: make the folder")
+class Settings(Options):
+    """Options, and the shapes they describe."""
 
     @property
     def shape(self) -> Preset:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from grpo_lit.ablate.runner import last_line
+from grpo_lit.command import exit_status, progress_columns
 from grpo_lit.errors import ConfigError
-from grpo_lit.policy.fetch import fetch_smollm2
 from grpo_lit.report.events import Scalars, read_scalars
 
 DESCRIPTION = """\
@@ -164,20 +164,17 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for every step")
     asked = parser.parse_args(words[:cut])
     errors = Console(stderr=True)
-    try:
+
+    def measure() -> int:
         if asked.steps <= WARM_UP or asked.rounds < 1:
             raise ConfigError(f"`steps` expected > {WARM_UP} and `rounds` >= 1, but got {asked.steps}, {asked.rounds}")
         steps = measured(asked, words[cut + 1 :], errors)
-    except ConfigError as error:
-        errors.print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        errors.print("interrupted: nothing is written")
-        return 130
-    Console(width=max(Console().width, 110)).print(table(steps))
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(step) for step in steps], indent=2) + "\n")
-    return 0
+        Console(width=max(Console().width, 110)).print(table(steps))
+        if asked.json:
+            asked.json.write_text(json.dumps([asdict(step) for step in steps], indent=2) + "\n")
+        return 0
+
+    return exit_status(measure, errors)
 
 
 def measured(asked: argparse.Namespace, overrides: Sequence[str], errors: Console) -> list[Step]:
@@ -190,10 +187,11 @@ def measured(asked: argparse.Namespace, overrides: Sequence[str], errors: Consol
     variants = dict(zip(names, [[], *(["--config", file] for file in asked.variant)], strict=True))
     tail = ["--trainer.max_steps", str(asked.steps), *overrides]
     if not asked.config:
+        from grpo_lit.policy.fetch import fetch_smollm2  # takes seconds, which --help need not wait for
+
         tail = ["--model.checkpoint", str(fetch_smollm2()), *tail]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     steps: list[Step] = []
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress(*progress_columns(), console=errors, transient=True) as progress:
         task = progress.add_task("", total=asked.rounds * len(variants))
         for number in range(asked.rounds):
             for name, more in variants.items():

@@ -15,6 +15,7 @@ from grpo_lit import cli as command_line
 from grpo_lit.data.checks import check_room
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.dry_run.footprint import Footprint, activation_bytes
+from grpo_lit.dry_run.options import DESCRIPTION, OPTIONS
 from grpo_lit.dry_run.plan import STRATEGIES, Copies, Plan, plan
 from grpo_lit.dry_run.workload import Workload
 from grpo_lit.errors import ConfigError
@@ -24,20 +25,13 @@ from grpo_lit.policy.policy import can_share_prefix
 from grpo_lit.policy.precision import weights_dtype
 
 GIB = 2.0**30
-DESCRIPTION = """Say what a run would need of each rank: memory, tokens, micro-batches and collectives of an optimizer
-step, for one process, DDP and FSDP2. Takes the configuration of grpo-lit fit; reads the model's config.json and
-tokenizer settings, and no weights. Every prompt and answer is taken to be as long as it may be. Parameters, gradients
-and optimizer states are exact; activations are those of one micro-batch at model.max_tokens_per_micro_batch, found by
-adding up what autograd would keep; allocators take more, 1.4 times on a CPU. A reference counts as large as the
-policy however it is held; the memory of vLLM's processes is not in the table. The exit status is 1 where the strategy
-of the configuration does not fit."""
 
 
 def _parser() -> PlainParser:
     parser = PlainParser(prog="scripts/dry_run", description=DESCRIPTION, parser_mode="yaml")
     parser.add_argument("--config", action=ActionConfigFile, help="As for grpo-lit fit; later ones win.")
-    parser.add_argument("--world-size", type=int, help="Ranks; default: trainer.devices times trainer.num_nodes.")
-    parser.add_argument("--memory-gib", type=float, help="Of a rank; default: the GPU's, or its share of this machine.")
+    for name, arguments in OPTIONS.items():
+        parser.add_argument(name, **arguments)
     parser.add_argument("--seed_everything", type=bool | int, default=True, help="Without a meaning here.")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="Without a meaning here.")
     parser.add_class_arguments(Trainer, "trainer", instantiate=False, fail_untyped=False)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lit.bench import cli
-from grpo_lit.bench.cli import gradient_distance, main
+from grpo_lit.bench import rounds
+from grpo_lit.bench.cli import main
+from grpo_lit.bench.options import RECIPES
 from grpo_lit.bench.processes import ArmError, ArmProcess
-from grpo_lit.bench.settings import RECIPES, Settings
+from grpo_lit.bench.rounds import gradient_distance
+from grpo_lit.bench.settings import Settings
 
 SMALL = ["--tiny", "true", "--rounds", "2", "--threads", "1", "--precision", "float32", "--arms", "ours", "plain"]
 
@@ -82,7 +84,7 @@ def test_what_a_worker_refuses_is_told(settings: Settings, tmp_path: Path) -> No
 
 
 def test_an_absent_peer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rounds.importlib.util, "find_spec", lambda name: None)
     assert main([*SMALL[:-3], "--arms", "trl"]) == 0
     assert "trl: left out, it is not installed" in capsys.readouterr().out
 
@@ -105,7 +107,7 @@ def test_gradients_that_differ_stop_the_run(
         def close(self) -> None:
             return None
 
-    monkeypatch.setattr(cli, "ArmProcess", Answering)
+    monkeypatch.setattr(rounds, "ArmProcess", Answering)
     assert main(SMALL) == 2
     assert "expected the same gradient to 1e-05 in float32, but got 1.0e-03" in " ".join(
         capsys.readouterr().err.split()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from grpo_lit.bench.arms import Arm, OurArm
-from grpo_lit.bench.settings import RECIPES, Settings
+from grpo_lit.bench.options import RECIPES
+from grpo_lit.bench.settings import Settings
 from grpo_lit.bench.trl_arm import TRLArm
 from grpo_lit.errors import ConfigError
 

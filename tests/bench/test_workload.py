@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_lit.batch import TokenBatch
-from grpo_lit.bench.settings import PRESETS, RECIPES, Settings
+from grpo_lit.bench.options import RECIPES
+from grpo_lit.bench.settings import PRESETS, Settings
 from grpo_lit.bench.workload import make_batch, make_groups, make_models, make_objective, with_weights
 from grpo_lit.errors import ConfigError
 
