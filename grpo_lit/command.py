@@ -1,7 +1,8 @@
 """What the commands under ``scripts/`` have in common; light, so that their ``--help`` is there at once."""
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 from jsonargparse import DefaultHelpFormatter
 from rich.console import Console
@@ -12,6 +13,13 @@ from grpo_lit.errors import ConfigError
 
 class HelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Types and defaults in the help, paragraphs of the description kept."""
+
+
+def own_and_passed_on(args: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return a command's own words, and those after ``--``, which go to every run that it starts."""
+    words = list(sys.argv[1:] if args is None else args)
+    cut = words.index("--") if "--" in words else len(words)
+    return words[:cut], words[cut + 1 :]
 
 
 def progress_columns() -> list[ProgressColumn]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from glossary import unexplained
+from overlay import tiny_overlay
 from torch.distributed.run import get_args_parser
 
 from grpo_lit.ablate.cells import cells_of
@@ -21,35 +22,26 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml")]
 OVERLAYS = sorted(path.as_posix() for path in FILES if path.name != "base.yaml" and path.parts[0] != "ablation")
 
-#: A tiny run of the real path: every recipe must make one optimizer step with these.
-TINY = """
-trainer:
-  max_steps: 2
-  accelerator: cpu
-  enable_progress_bar: false
-  enable_model_summary: false
-data:
-  engine: {class_path: TransformersEngine, init_args: {device: cpu}}
-  train: {class_path: toys.Letters, init_args: {size: 40}}
-  val: {letters: {class_path: toys.Letters, init_args: {size: 2, heldout: true}}}
-  rewards:
-    rewards:
-      answer: {reward: {class_path: toys.EvenShare}}
-      format: {reward: {class_path: toys.EvenShare}, weight: 0.5}
-    correct: answer
-    correct_at: 0.5
-  sampling: {max_tokens: 5, completions: 6}
-  prompts_per_rollout: 4
-  max_prompt_tokens: 200
-"""
+#: Of the tiny run: two rewards, groups large enough that dynamic sampling finds signal, prompts for all overlays.
+REWARDS = {
+    "rewards": {
+        "answer": {"reward": {"class_path": "toys.EvenShare"}},
+        "format": {"reward": {"class_path": "toys.EvenShare"}, "weight": 0.5},
+    },
+    "correct": "answer",
+    "correct_at": 0.5,
+}
+QUIET = {"max_steps": 2, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 @pytest.fixture
 def tiny_yaml(tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An overlay that makes any configuration small; runs write under ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
-    overlay = yaml.safe_load(TINY)
-    overlay["model"] = {"checkpoint": str(tiny_model_path)}
+    train = {"class_path": "toys.Letters", "init_args": {"size": 40}}
+    sampling = {"max_tokens": 5, "completions": 6}
+    overlay = tiny_overlay(tiny_model_path, QUIET, train=train, rewards=REWARDS, sampling=sampling)
+    del overlay["trainer"]["devices"]  # those of the overlay under test
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(overlay))
     return file

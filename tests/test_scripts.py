@@ -259,6 +259,29 @@ def test_scripts_can_be_run_as_they_are(script):
     assert os.access(REPO / "scripts" / script, os.X_OK)
 
 
+#: Runs every script that is named with --help in one process, and prints which heavy packages that took.
+HELP = """
+import contextlib, io, runpy, sys
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+for script in sys.argv[1:]:
+    sys.argv, text = [script, "--help"], io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
+        runpy.run_path(script, run_name="__main__")
+    assert f"usage: scripts/{Path(script).name}" in text.getvalue(), (script, text.getvalue())
+print(sorted({"torch", "lightning", "transformers", "matplotlib", "datasets"} & sys.modules.keys()))
+"""
+
+
+def test_help_is_there_at_once():
+    scripts = [
+        file for file in (REPO / "scripts").iterdir() if file.is_file() and file.read_bytes()[:30].count(b"python3")
+    ]
+    assert len(scripts) == 11
+    done = subprocess.run([sys.executable, "-c", HELP, *map(str, scripts)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-2000:]
+
+
 # Skips.
 
 

@@ -13,6 +13,7 @@ from grpo_lit.ablate.cells import Cell, cells_of
 from grpo_lit.ablate.runner import Runner, locked
 from grpo_lit.ablate.spec import Spec, checked_overrides, checked_seeds, load_spec
 from grpo_lit.ablate.table import markdown, plot, results_of, write_tables
+from grpo_lit.command import own_and_passed_on
 from grpo_lit.errors import ConfigError
 
 DESCRIPTION = """\
@@ -32,8 +33,7 @@ Exit status: 0; 1 where a run failed (the others are made all the same); 2 for s
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run an ablation from the command line; return the exit status."""
-    words = list(sys.argv[1:] if args is None else args)
-    cut = words.index("--") if "--" in words else len(words)
+    own, passed_on = own_and_passed_on(args)
     parser = argparse.ArgumentParser(
         prog="scripts/ablate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="scripts/ablate [options] SPEC [-- overrides of every run]",
@@ -46,14 +46,14 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dry_run", "--dry-run", action="store_true", help="print the commands that are left, and stop"
     )
-    arguments = parser.parse_args(words[:cut])
+    arguments = parser.parse_args(own)
     try:
         spec = load_spec(arguments.spec)
         spec = replace(spec, output=arguments.output or spec.output)
         spec = replace(spec, seeds=checked_seeds(arguments.seeds or spec.seeds))
         if arguments.jobs < 1:
             raise ConfigError(f"`jobs` expected to be >= 1, but got {arguments.jobs}")
-        cells = cells_of(spec, checked_overrides(words[cut + 1 :]))
+        cells = cells_of(spec, checked_overrides(passed_on))
         for cell in cells:
             cell.check()
         if arguments.dry_run:

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from grpo_lit.ablate.runner import last_line
-from grpo_lit.command import exit_status, progress_columns
+from grpo_lit.command import exit_status, own_and_passed_on, progress_columns
 from grpo_lit.errors import ConfigError
 from grpo_lit.report.events import Scalars, read_scalars
 
@@ -151,8 +151,7 @@ def table(steps: Sequence[Step]) -> Table:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; return the exit status."""
-    words = list(sys.argv[1:] if args is None else args)
-    cut = words.index("--") if "--" in words else len(words)
+    own, passed_on = own_and_passed_on(args)
     parser = argparse.ArgumentParser(
         prog="scripts/benchmark_step", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="scripts/benchmark_step [options] [-- overrides of every run]",
@@ -162,13 +161,13 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a run (default: 5)")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each variant, interleaved (default: 1)")
     parser.add_argument("--json", type=Path, help="file for every step")
-    asked = parser.parse_args(words[:cut])
+    asked = parser.parse_args(own)
     errors = Console(stderr=True)
 
     def measure() -> int:
         if asked.steps <= WARM_UP or asked.rounds < 1:
             raise ConfigError(f"`steps` expected > {WARM_UP} and `rounds` >= 1, but got {asked.steps}, {asked.rounds}")
-        steps = measured(asked, words[cut + 1 :], errors)
+        steps = measured(asked, passed_on, errors)
         Console(width=max(Console().width, 110)).print(table(steps))
         if asked.json:
             asked.json.write_text(json.dumps([asdict(step) for step in steps], indent=2) + "\n")

@@ -103,8 +103,29 @@ class SequenceTruncatedIS(Correction):
         return _truncate(_sequence_log_ratio(terms, self.ratio), self.cap)
 
 
+class _Banded(Correction):
+    """What both masks share: a band that on-policy ratios are in, and what is kept."""
+
+    low: float
+    high: float
+    kept: KeptWeight
+
+    def __post_init__(self) -> None:
+        """Refuse a band that leaves out what is on-policy."""
+        if not 0 <= self.low <= 1 <= self.high:
+            raise ConfigError(
+                f"`low` and `high` of {type(self).__name__} expected 0 <= low <= 1 <= high, but got {self.low} and "
+                f"{self.high}: an on-policy token has ratio 1"
+            )
+
+    @property
+    def pays_sampler_ratio(self) -> bool:
+        """Whether what is kept weighs its ratio."""
+        return self.kept == "ratio"
+
+
 @dataclass
-class MaskedIS(Correction):
+class MaskedIS(_Banded):
     """Token-level masked importance sampling (MIS): tokens outside the band are left out.
 
     c = rho where low <= rho <= high, else 0      rho = exp(logp_old - logp_sampler)
@@ -121,22 +142,13 @@ class MaskedIS(Correction):
     high: float = 5.0
     kept: KeptWeight = "ratio"
 
-    def __post_init__(self) -> None:
-        """Refuse a band that leaves out an on-policy token."""
-        _check_band(self, self.low, self.high)
-
-    @property
-    def pays_sampler_ratio(self) -> bool:
-        """Whether kept tokens weigh their ratio."""
-        return self.kept == "ratio"
-
     def __call__(self, terms: Terms) -> CorrectionOutput:
         """Return the factor; see the class."""
         return _mask(_token_log_ratio(terms), self.low, self.high, self.kept)
 
 
 @dataclass
-class SequenceMaskedIS(Correction):
+class SequenceMaskedIS(_Banded):
     """Sequence-level masked importance sampling: sequences outside the band are left out.
 
     c = rho_i where low <= rho_i <= high, else 0      rho_i = exp(mean_t (logp_old - logp_sampler)), or of the sum
@@ -155,15 +167,6 @@ class SequenceMaskedIS(Correction):
     high: float = 2.0
     ratio: SequenceRatio = "geometric"
     kept: KeptWeight = "ratio"
-
-    def __post_init__(self) -> None:
-        """Refuse a band that leaves out an on-policy sequence."""
-        _check_band(self, self.low, self.high)
-
-    @property
-    def pays_sampler_ratio(self) -> bool:
-        """Whether kept sequences weigh their ratio."""
-        return self.kept == "ratio"
 
     def __call__(self, terms: Terms) -> CorrectionOutput:
         """Return the factor; see the class."""
@@ -225,12 +228,4 @@ def _check_cap(part: Correction, cap: float) -> None:
     if not cap >= 1:
         raise ConfigError(
             f"`cap` of {type(part).__name__} expected to be >= 1, but got {cap}: it cuts on-policy tokens"
-        )
-
-
-def _check_band(part: Correction, low: float, high: float) -> None:
-    if not 0 <= low <= 1 <= high:
-        raise ConfigError(
-            f"`low` and `high` of {type(part).__name__} expected 0 <= low <= 1 <= high, but got {low} and {high}: "
-            "an on-policy token has ratio 1"
         )

@@ -92,6 +92,7 @@ class Collector:
         replay: ReplayBuffer | None = None,
     ) -> None:
         self.queue, self.reward_names, self.dynamic, self.replay = queue, list(reward_names), dynamic, replay
+        self.probe = dynamic.probe if dynamic else None
         self.domains: Sequence[str] = ()
         self._next_serial = 0
         self._waiting = _Pool()
@@ -181,9 +182,9 @@ class Collector:
         """
         mine, groups = list(got.groups), list(got.groups.values())
         samples = sum(len(group.completions) for group in groups)
-        if self.dynamic is not None and (probe := self.dynamic.probe) is not None:
+        if self.probe is not None:
             # Groups that went on after it were scored twice, the second time as a whole.
-            samples += probe * sum(len(group.completions) > probe for group in groups)
+            samples += self.probe * sum(len(group.completions) > self.probe for group in groups)
         for name, count in got.counts.items():
             rates.add(f"reward/{name}", torch.tensor([float(count)]), count=samples)
         if self.queue.settings is not None:
@@ -207,9 +208,9 @@ class Collector:
     def _figures_of(self, groups: Sequence[tuple[Group, bool]]) -> Rates:
         """Return the rates of groups just drawn, each with whether it is kept; the names are always the same."""
         drawn = [group for group, _ in groups]
-        if self.dynamic is not None and (probe := self.dynamic.probe) is not None:
+        if self.probe is not None:
             # Groups that showed no signal have no other samples: over all of them, the kept ones would weigh more.
-            drawn = [group.first(probe) for group in drawn]
+            drawn = [group.first(self.probe) for group in drawn]
         rates = rollout_rates(drawn, self.reward_names, self.domains)
         if self.dynamic is not None:
             sizes = torch.tensor([float(len(group.completions)) for group, _ in groups])

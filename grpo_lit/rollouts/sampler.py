@@ -48,10 +48,9 @@ class Sampler:
         Where dynamic sampling asks for a probe, a group that shows no signal in it has no further samples. The others
         are what they would be without a probe, and are scored again as a whole.
         """
-        probe = None if self.dynamic is None else self.dynamic.probe
-        if self.dynamic is None or probe is None:
+        if self.dynamic is None or self.dynamic.probe is None:
             return self.whole_groups(prompts, sampling)
-        groups = self.whole_groups(prompts, replace(sampling, completions=probe))
+        groups = self.whole_groups(prompts, replace(sampling, completions=self.dynamic.probe))
         promising = [i for i, group in enumerate(groups) if self.dynamic.shows_signal(group)]
         begun = [groups[i] for i in promising]
         whole = self.whole_groups([prompts[i] for i in promising], sampling, begun)

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from jsonargparse import ArgumentParser
 
 from grpo_lit.errors import ConfigError
@@ -94,6 +93,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="Folder or hub id of the model.")
     parser.add_class_arguments(Serving)
     settings = parser.instantiate(parser.parse_args(args))
+    import torch  # takes a second, which the help need not wait for
+
     serving = Serving(**{part.name: settings[part.name] for part in dataclasses.fields(Serving)})
     try:
         check_installed("scripts/serve")

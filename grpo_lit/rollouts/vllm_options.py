@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Sampling
 from grpo_lit.rollouts.vllm_kept import logprobs_to_ask
@@ -98,6 +96,8 @@ class VLLMOptions:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         if on_cpu:
+            import torch  # takes a second, which the help of scripts/serve need not wait for
+
             # Left alone, vLLM binds itself to all cores but one: that is one thread of two.
             variables |= {
                 "OMP_NUM_THREADS": str(self.threads or torch.get_num_threads()),

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import TypeVar
 
 import psutil
-import torch
 
 from grpo_lit.errors import ConfigError, EngineError
 
@@ -85,6 +84,8 @@ def own_device(tensor_parallel_size: int) -> dict[str, str]:
     Raises:
         ConfigError: Several ranks want engines of several devices each.
     """
+    import torch  # takes a second, which the help of scripts/serve need not wait for
+
     if not torch.cuda.is_available():
         return {}
     if tensor_parallel_size > 1:

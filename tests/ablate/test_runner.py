@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from overlay import tiny_overlay
 
 from grpo_lit.ablate.cells import Cell, cells_of
 from grpo_lit.ablate.cli import main
@@ -133,7 +133,8 @@ def test_real_runs_are_made_and_a_missing_one_goes_on(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/helpers'}")
     overlay = {"model": {"objective": {"reduction": {"class_path": "TokenMean"}}}}
-    spec = {"base": [str(ROOT / "configs/base.yaml"), tiny(tiny_model_path)], "overlays": {"token mean": overlay}}
+    tiny = tiny_overlay(tiny_model_path, {"val_check_interval": 1})
+    spec = {"base": [str(ROOT / "configs/base.yaml"), tiny], "overlays": {"token mean": overlay}}
     spec |= {"seeds": [7], "metric": "val/letters/greedy", "output": "out"}
     Path("spec.yaml").write_text(yaml.safe_dump(spec))
     arguments = ["spec.yaml", "--jobs", "2", "--keep_checkpoints", "--", "--trainer.max_steps", "2"]
@@ -152,20 +153,3 @@ def test_real_runs_are_made_and_a_missing_one_goes_on(
     assert "[2/2] baseline, seed 7: goes on" in out
     assert "+ token mean, seed 7: " not in out
     assert (folder / "result.json").exists()
-
-
-def tiny(model: Path) -> dict[str, Any]:
-    rewards = {"answer": {"reward": {"class_path": "toys.EvenShare"}}}
-    return {
-        "trainer": {"accelerator": "cpu", "devices": 1, "val_check_interval": 1},
-        "model": {"checkpoint": str(model)},
-        "data": {
-            "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
-            "train": {"class_path": "toys.Letters", "init_args": {"size": 12}},
-            "val": {"letters": {"class_path": "toys.Letters", "init_args": {"size": 2, "heldout": True}}},
-            "rewards": {"rewards": rewards, "correct": "answer", "correct_at": 0.5},
-            "sampling": {"max_tokens": 5, "completions": 3},
-            "prompts_per_rollout": 4,
-            "max_prompt_tokens": 200,
-        },
-    }

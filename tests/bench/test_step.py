@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from overlay import tiny_overlay
 from rich.console import Console
 
 from grpo_lit.bench.step import main, steps_of, table
@@ -49,22 +50,8 @@ def test_steps_of_a_real_run(
 ) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{root}:{root / 'tests/helpers'}")
-    rewards = {"answer": {"reward": {"class_path": "toys.EvenShare"}}}
-    tiny = {
-        "trainer": {"accelerator": "cpu", "devices": 1},
-        "model": {"checkpoint": str(tiny_model_path)},
-        "data": {
-            "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
-            "train": {"class_path": "toys.Letters", "init_args": {"size": 12}},
-            "val": {},
-            "rewards": {"rewards": rewards, "correct": "answer", "correct_at": 0.5},
-            "sampling": {"max_tokens": 5, "completions": 3},
-            "prompts_per_rollout": 4,
-            "max_prompt_tokens": 200,
-        },
-    }
     file, out = tmp_path / "tiny.yaml", tmp_path / "steps.json"
-    file.write_text(yaml.safe_dump(tiny))
+    file.write_text(yaml.safe_dump(tiny_overlay(tiny_model_path, val={})))
     assert main(["--config", str(root / "configs/base.yaml"), str(file), "--steps", "3", "--json", str(out)]) == 0
     steps = json.loads(out.read_text())
     assert len(steps) == 2

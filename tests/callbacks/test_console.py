@@ -89,6 +89,18 @@ def test_what_was_not_measured_before_is_not_called_before(caplog: pytest.LogCap
     assert lines(caplog)[0] == "val/sums/greedy: 40.0% after"
 
 
+def test_what_comes_before_the_first_step_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    made = trainer(20)
+    made.datamodule = Mock(val={"a": range(200), "b": range(5)}, prompts_per_rollout=32, sampling=Mock(completions=16))
+    Console().on_sanity_check_start(made, MODULE)
+    Console().on_train_start(made, MODULE)
+    assert lines(caplog) == [
+        "before step 1: 205 held-out questions are answered",
+        "step 21 begins with a rollout: 32 prompts, 16 answers each",
+    ]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_log_file_has_a_line_per_step(
     terminal: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
