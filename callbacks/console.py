@@ -37,7 +37,8 @@ class Console(Callback):
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what takes its time before the first step; the engine, which says so itself, starts on the way."""
-        questions = sum(map(len, trainer.datamodule.val.values()))  # type: ignore[attr-defined]
+        sources = trainer.datamodule.val.values()  # type: ignore[attr-defined]
+        questions = sum(len(source) for source in sources)
         rank_zero_info(f"before step 1: {questions} held-out questions are answered")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

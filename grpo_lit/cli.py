@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lit import objectives, rewards
 from grpo_lit.data import files, hub, mixture, reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
-from grpo_lit.interrupts import Interrupted, ending_in_order, outcome_of, started_by_lightning
+from grpo_lit.interrupts import Interrupted, ending_in_order, is_first_rank, outcome_of, started_by_lightning
 from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
 from grpo_lit.quiet import quieten
@@ -120,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> None:
         with ending_in_order():
             run(list(args) if args is not None else None)
     except Interrupted as interrupted:
-        if rank_zero_only.rank == 0:
+        if is_first_rank():
             print(f"{interrupted}: {interrupted.outcome or 'ended before the run began'}", file=sys.stderr)
         sys.exit(interrupted.status)
     except (ConfigError, EngineError, RewardError, TrainingError) as error:

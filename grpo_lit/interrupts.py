@@ -137,6 +137,11 @@ def started_by_lightning(trainer: Trainer) -> bool:
     return isinstance(environment, LightningEnvironment) and trainer.global_rank > 0
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for all; known before there is a trainer."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
 def _say(text: str) -> None:
-    if rank_zero_only.rank == 0:
+    if is_first_rank():
         os.write(2, f"\n{text}\n".encode())  # a print may be in progress already: it cannot be entered twice
