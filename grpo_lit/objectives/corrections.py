@@ -44,8 +44,26 @@ class Correction(ABC):
         """Return the factor of every token of the micro-batch."""
 
 
+class _Capped(Correction):
+    """What both truncations share: the ratio, up to a cap."""
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        """Refuse a cap that would cut what is on-policy."""
+        if not self.cap >= 1:
+            raise ConfigError(
+                f"`cap` of {type(self).__name__} expected to be >= 1, but got {self.cap}: it cuts on-policy tokens"
+            )
+
+    @property
+    def pays_sampler_ratio(self) -> bool:
+        """The factor is the ratio."""
+        return True
+
+
 @dataclass
-class TruncatedIS(Correction):
+class TruncatedIS(_Capped):
     """Token-level truncated importance sampling (TIS) of the engine's policy.
 
     c = min(rho, cap)      rho = exp(logp_old - logp_sampler)
@@ -58,22 +76,13 @@ class TruncatedIS(Correction):
 
     cap: float = 2.0
 
-    def __post_init__(self) -> None:
-        """Refuse a cap that would cut an on-policy token."""
-        _check_cap(self, self.cap)
-
-    @property
-    def pays_sampler_ratio(self) -> bool:
-        """The factor is the ratio."""
-        return True
-
     def __call__(self, terms: Terms) -> CorrectionOutput:
         """Return the factor; see the class."""
         return _truncate(_token_log_ratio(terms), self.cap)
 
 
 @dataclass
-class SequenceTruncatedIS(Correction):
+class SequenceTruncatedIS(_Capped):
     """Sequence-level truncated importance sampling: one factor for all tokens of a sequence.
 
     c = min(rho_i, cap)      rho_i = exp(sum_t (logp_old - logp_sampler)), or of the mean with ``ratio: geometric``
@@ -88,15 +97,6 @@ class SequenceTruncatedIS(Correction):
 
     cap: float = 2.0
     ratio: SequenceRatio = "product"
-
-    def __post_init__(self) -> None:
-        """Refuse a cap that would cut an on-policy sequence."""
-        _check_cap(self, self.cap)
-
-    @property
-    def pays_sampler_ratio(self) -> bool:
-        """The factor is the ratio."""
-        return True
 
     def __call__(self, terms: Terms) -> CorrectionOutput:
         """Return the factor; see the class."""
@@ -222,10 +222,3 @@ def _mask(log_ratio: TokenFloat, low: float, high: float, kept: KeptWeight) -> C
     cut = (ratio < low) | (ratio > high)
     weight = torch.where(cut, 0.0, ratio if kept == "ratio" else torch.ones_like(ratio))
     return CorrectionOutput(weight=weight, cut=cut, log_ratio=log_ratio)
-
-
-def _check_cap(part: Correction, cap: float) -> None:
-    if not cap >= 1:
-        raise ConfigError(
-            f"`cap` of {type(part).__name__} expected to be >= 1, but got {cap}: it cuts on-policy tokens"
-        )
