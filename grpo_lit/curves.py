@@ -40,6 +40,6 @@ def main(args: Sequence[str] | None = None) -> None:
         runs = dict(zip(names_of(folders), map(read_scalars, folders), strict=True))
         drawing = Drawing({name: along(own, arguments.over) for name, own in runs.items()}, arguments.over)
         picture(drawing, overview_rows(drawing.varying()), arguments.target, arguments.title)
-        print("\n".join(printed(runs, arguments.over)))
+        print("\n".join([*printed(runs, arguments.over), f"wrote {arguments.target}"]))
     except ConfigError as error:
         parser.exit(2, f"error: {error}\n")

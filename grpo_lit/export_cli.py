@@ -23,7 +23,9 @@ def main() -> None:
     import torch
 
     from grpo_lit.export import export
+    from grpo_lit.quiet import quieten
 
+    quieten()
     try:
         print(export(arguments.checkpoint, arguments.target, getattr(torch, arguments.dtype), arguments.adapter))
     except ConfigError as error:

@@ -28,7 +28,8 @@ def test_several_runs_over_what_they_have_sampled(
     lines = capsys.readouterr().out.splitlines()
     assert "plain: val/sums/greedy (over system/tokens_sampled): 25.0% at 0, 50.0% at 250, 75.0% at 400" in lines
     # 350 tokens are two thirds of the way from 250 (50 %) to 400 (75 %).
-    assert lines[-1] == (
+    assert lines[-1] == f"wrote {picture}"
+    assert lines[-2] == (
         "val/sums/greedy at system/tokens_sampled = 350, the largest that all runs reached, linear between "
         "measurements: plain 66.7%, other 70.0%"
     )
