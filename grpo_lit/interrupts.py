@@ -110,12 +110,12 @@ def end_at_once(status: int) -> None:
 def outcome_of(trainer: Trainer) -> str:
     """Return where an interrupted run stood, what of it is saved, and how to go on."""
     if trainer.state.fn != TrainerFn.FITTING:
-        return f"{trainer.state.fn} has ended, and its engine"
+        return f"{trainer.state.fn} ended, the engine too"
     if trainer.global_step == 0:
-        return "the run has ended before its first step, and its engine; there was nothing to save"
+        return "ended before the first step, the engine too; there was nothing to save"
     saved = [(part._last_global_step_saved, _newest(part)) for part in trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     step, path = max(saved, default=(0, ""))
-    ended = f"the run has ended after step {trainer.global_step}, and its engine"
+    ended = f"ended after step {trainer.global_step}, the engine too"
     if not path:
         return f"{ended}; no `callbacks.ModelCheckpoint` was there to save it"
     when = "saved" if step == trainer.global_step else f"last saved at step {step}"

@@ -124,8 +124,7 @@ def test_a_run_saves_and_says_how_to_go_on(number, status, tmp_path, tiny_model_
     last = "runs/base/version_0/checkpoints/last.ckpt"
     *_, said = capsys.readouterr().err.splitlines()
     assert said.endswith(
-        f": the run has ended after step 2, and its engine; saved in {last}. To go on: the same command with "
-        f"--ckpt_path {last}"
+        f": ended after step 2, the engine too; saved in {last}. To go on: the same command with --ckpt_path {last}"
     )
     assert "KeyboardInterrupt" not in caplog.text
     assert "was raised" not in caplog.text
@@ -140,7 +139,7 @@ def trainer_at(step: int, doing: str = "fit", *checkpoints: tuple[int, str]) -> 
 
 
 def test_the_outcome_tells_what_there_is():
-    assert outcome_of(trainer_at(0, "validate")) == "validate has ended, and its engine"
+    assert outcome_of(trainer_at(0, "validate")) == "validate ended, the engine too"
     assert "nothing to save" in outcome_of(trainer_at(0, "fit", (0, "")))
     assert outcome_of(trainer_at(5)).endswith("no `callbacks.ModelCheckpoint` was there to save it")
     assert "last saved at step 4 in b.ckpt" in outcome_of(trainer_at(5, "fit", (2, "a.ckpt"), (4, "b.ckpt")))

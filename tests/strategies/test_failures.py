@@ -1,6 +1,7 @@
 """Who is told of a failure, by whom, and what it costs; two real processes are in tests/runs/test_ranks.py."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed import HashStore
 
+from grpo_lit.interrupts import Interrupted
 from grpo_lit.strategies import failures
 from grpo_lit.strategies.failures import FailureWatch
 
@@ -70,12 +72,17 @@ def test_a_rank_that_ends_by_itself_is_left_alone(
     third.teardown(trainer, MODULE, "fit")
 
 
-def test_ctrl_c_is_told_and_waits_for_nobody(watch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted(signal.SIGTERM)])
+def test_ctrl_c_and_sigterm_are_told_and_wait_for_nobody(
+    error: BaseException, watch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failures, "_GRACE", 60.0)
     started, (rank, trainer) = time.monotonic(), watch(0)
-    rank.on_exception(trainer, MODULE, KeyboardInterrupt())
+    rank.on_exception(trainer, MODULE, error)
     assert time.monotonic() - started < 5
-    assert b"KeyboardInterrupt" in failures._get_default_store().get("run/message")
+    name = str(error) or "KeyboardInterrupt"
+    assert failures._get_default_store().get("run/message").decode() == f"rank 0 was ended by {name}"
+    trainer.strategy.launcher.kill.assert_called_once_with(signal.SIGTERM)  # the ranks it started save too
 
 
 def test_a_single_process_tells_nobody(watch: Callable) -> None:
