@@ -34,5 +34,7 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     # vLLM finds a Triton that cannot compile for a CPU, and does without.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
+    # bitsandbytes, which peft imports with any adapter, misses a package that would download code for 4-bit inference.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # a bar that is redrawn fills a log file with its copies
