@@ -19,7 +19,8 @@ from grpo_lit.interrupts import held_back
 from grpo_lit.metrics.memory import PeakMemory
 from grpo_lit.metrics.rollout import rollout_values
 from grpo_lit.models import ReferenceDtype
-from grpo_lit.objectives import GDPOAdvantage, Objective, Shadows
+from grpo_lit.objectives import Objective, Shadows
+from grpo_lit.objectives.checks import meet_rewards
 from grpo_lit.optimizers import default_optimizer, warn_of_lost_updates
 from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.learner import GradientOutput, Learner, Measurement
@@ -125,21 +126,11 @@ class GRPOModule(CheckpointedModule):
     def setup(self, stage: str) -> None:
         """Refuse what contradicts, before any model is loaded."""
         super().setup(stage)
-        rewards = self.trainer.datamodule.rewards.rewards  # type: ignore[attr-defined]
-        conditional = [name for name, part in rewards.items() if part.conditional]
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         for recipe in (self.objective, *self.shadows.recipes.values()):
             if recipe.needs_reference:
-                recipe.divergence.check_domains(self.trainer.datamodule.domains)  # type: ignore[attr-defined]
-            advantage = recipe.advantage
-            if not isinstance(advantage, GDPOAdvantage):
-                continue
-            if conditional:
-                raise ConfigError(
-                    f"`GDPOAdvantage` and `data.rewards.rewards.{conditional[0]}.conditional` contradict: GDPO weighs "
-                    "each reward by itself, whether the completion is correct or not. Drop one"
-                )
-            if advantage.weights is None:
-                advantage.weights = {name: part.weight for name, part in rewards.items()}
+                recipe.divergence.check_domains(data.domains)
+            meet_rewards(recipe, data.rewards.rewards)
         weights_dtype(str(self.trainer.precision))
 
     def configure_optimizers(self) -> dict[str, Any]:

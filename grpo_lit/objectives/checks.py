@@ -1,9 +1,11 @@
 """Combinations of parts that contradict: refused, with both parts named, and never mended in silence."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.objectives.advantages import GDPOAdvantage
 from grpo_lit.objectives.corrections import Correction
 from grpo_lit.objectives.surrogates import Surrogate
 
@@ -20,6 +22,29 @@ def refuse_contradictions(objective: "Objective") -> None:
     _ratio_paid_once(objective)
     _tokens_of_one_value(objective)
     _reward_that_is_read(objective)
+
+
+def meet_rewards(objective: "Objective", rewards: Mapping[str, Any]) -> None:
+    """Refuse rewards that an objective contradicts, and weigh single scores as the rewards are weighed.
+
+    Args:
+        objective: May have an advantage made from single scores.
+        rewards: By name, each with its ``weight``, and ``conditional`` where it counts for correct answers only.
+
+    Raises:
+        ConfigError: Names both parts and the way out.
+    """
+    advantage = objective.advantage
+    if not isinstance(advantage, GDPOAdvantage):
+        return
+    conditional = [name for name, part in rewards.items() if part.conditional]
+    if conditional:
+        raise ConfigError(
+            f"`GDPOAdvantage` and `data.rewards.rewards.{conditional[0]}.conditional` contradict: GDPO weighs each "
+            "reward by itself, whether the completion is correct or not. Drop one"
+        )
+    if advantage.weights is None:
+        advantage.weights = {name: part.weight for name, part in rewards.items()}
 
 
 def _ratio_paid_once(objective: "Objective") -> None:

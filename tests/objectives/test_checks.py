@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from grpo_lit.errors import ConfigError
@@ -18,6 +20,7 @@ from grpo_lit.objectives import (
     TopEntropy,
     TruncatedIS,
 )
+from grpo_lit.objectives.checks import meet_rewards
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,22 @@ def test_neighbouring_mixtures_are_fine(parts):
     objective = Objective(**parts)
     for name, part in parts.items():
         assert getattr(objective, name) == (tuple(part) if isinstance(part, list) else part)
+
+
+def test_gdpo_weighs_scores_as_the_rewards_are_weighed_unless_told_otherwise():
+    rewards = {
+        "answer": SimpleNamespace(weight=2.0, conditional=False),
+        "form": SimpleNamespace(weight=0.5, conditional=False),
+    }
+    plain, told = GDPOAdvantage(), GDPOAdvantage(weights={"answer": 3.0})
+    for advantage in (plain, told):
+        meet_rewards(Objective(advantage=advantage), rewards)
+    assert plain.weights == {"answer": 2.0, "form": 0.5}
+    assert told.weights == {"answer": 3.0}
+
+
+def test_a_conditional_reward_is_for_advantages_of_the_total():
+    rewards = {"form": SimpleNamespace(weight=1.0, conditional=True)}
+    meet_rewards(Objective(), rewards)
+    with pytest.raises(ConfigError, match=r"`GDPOAdvantage` and `data.rewards.rewards.form.conditional` contradict"):
+        meet_rewards(Objective(advantage=GDPOAdvantage()), rewards)
