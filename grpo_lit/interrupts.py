@@ -110,7 +110,7 @@ def end_at_once(status: int) -> None:
 def outcome_of(trainer: Trainer) -> str:
     """Return where an interrupted run stood, what of it is saved, and how to go on."""
     if trainer.state.fn != TrainerFn.FITTING:
-        return f"{trainer.state.fn} ended, the engine too"
+        return f"{TrainerFn(trainer.state.fn).value} ended, the engine too"
     if trainer.global_step == 0:
         return "ended before the first step, the engine too; there was nothing to save"
     saved = [(part._last_global_step_saved, _newest(part)) for part in trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
