@@ -73,9 +73,9 @@ SLOW_TO_END = """
 import subprocess, sys, time
 from grpo_lit import interrupts
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print(child.pid, flush=True)
 with interrupts.ending_in_order():
     try:
+        print(child.pid, flush=True)
         time.sleep(60)
     finally:
         print("ending", flush=True)
