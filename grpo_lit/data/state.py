@@ -4,11 +4,12 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from grpo_lit.errors import ConfigError
 from grpo_lit.ranks import Ranks
 from grpo_lit.rewards.combination import RewardCombination
 from grpo_lit.rollout import Group, Prompt, Sampling
 from grpo_lit.rollouts.asynchronous import Drawn, Round
+from grpo_lit.rollouts.dealing import dealt
+from grpo_lit.rollouts.minibatch import Rollout
 
 #: Parts of the state that differ from rank to rank.
 PER_RANK = ("collector", "rollout")
@@ -29,22 +30,20 @@ def gathered(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def own_share(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Return what this rank takes up of a state that :func:`gathered` wrote, on any number of ranks.
 
-    Raises:
-        ConfigError: A rollout was in progress on another number of ranks: its minibatches cannot be dealt out anew.
+    Groups, prompts on their way, and what is left of a rollout in progress are dealt out anew where the number is
+    another: all that is decided about them is decided over all ranks.
     """
-    if "ranks" not in state:  # written before several ranks were told apart
-        return {**state, "collector": _groups_rebuilt(state.get("collector")), "queue": NO_QUEUE}
-    parts = state["ranks"]
+    # "ranks" is not in checkpoints written before several ranks were told apart.
+    parts = state.get("ranks") or [{"rollout": state["rollout"], "collector": state.get("collector"), "drawn": []}]
     state = {**state, "queue": _queue_rebuilt(state.get("queue", NO_QUEUE), parts, ranks)}
     if len(parts) == ranks.world_size:
         mine = parts[ranks.rank]
         return {**state, "rollout": mine["rollout"], "collector": _groups_rebuilt(mine["collector"])}
-    if any(part["rollout"] is not None for part in parts):
-        raise ConfigError(
-            f"the checkpoint was written in the middle of a rollout on {len(parts)} ranks: resume it on as many, or "
-            "take one from between two rollouts (a step that `data.num_updates` times `data.num_epochs` divides)"
-        )
-    return {**state, "rollout": None, "collector": _dealt([part["collector"] for part in parts], ranks)}
+    rollout = None
+    if parts[0]["rollout"] is not None:  # on every rank or on none
+        begun = [Rollout.from_state_dict(part["rollout"]) for part in parts]
+        rollout = dealt(begun, ranks.rank, ranks.world_size).state_dict()
+    return {**state, "rollout": rollout, "collector": _dealt([part["collector"] for part in parts], ranks)}
 
 
 def sampled_as(rewards: RewardCombination, sampling: Sampling) -> dict[str, Any]:
@@ -97,16 +96,19 @@ def _queue_rebuilt(queue: dict[str, Any], parts: list[dict[str, Any]], ranks: Ra
     return {**queue, "rounds": rounds}
 
 
-def _dealt(parts: list[dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
+def _dealt(parts: list[dict[str, Any] | None], ranks: Ranks) -> dict[str, Any] | None:
     """Return the state that all ranks share, with every ``world_size``-th group."""
+    if parts[0] is None:
+        return None
 
-    def dealt(groups: list[dict[int, Any]]) -> dict[int, Any]:
+    def every_nth(groups: list[dict[int, Any]]) -> dict[int, Any]:
         every = {serial: group for part in groups for serial, group in part.items()}
         return {serial: every[serial] for serial in sorted(every)[ranks.rank :: ranks.world_size]}
 
-    state = {**parts[0], "waiting": {**parts[0]["waiting"], "groups": dealt([p["waiting"]["groups"] for p in parts])}}
+    waiting = every_nth([part["waiting"]["groups"] for part in parts])
+    state = {**parts[0], "waiting": {**parts[0]["waiting"], "groups": waiting}}
     if state["replay"] is not None:
-        state["replay"] = {**state["replay"], "groups": dealt([part["replay"]["groups"] for part in parts])}
+        state["replay"] = {**state["replay"], "groups": every_nth([part["replay"]["groups"] for part in parts])}
     return _groups_rebuilt(state)
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from grpo_lit.batch import SumRanks, TokenBatch
 from grpo_lit.metrics.rates import Rates
@@ -75,7 +77,7 @@ class Rollout:
     groups: Sequence[Group]
     batch: TokenBatch
     plan: UpdatePlan
-    updates: list[SequenceInt] = field(default_factory=list)
+    updates: list[Int[Tensor, "..."]] = field(default_factory=list)
     rates: Rates = field(default_factory=Rates)
     seconds: dict[str, float] = field(default_factory=dict)
     memory: float = 0.0

@@ -1,17 +1,23 @@
 """Two gloo processes that stay: starting Python, torch and a process group takes longer than most of what they do."""
 
+import contextlib
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[2]
 RANKS = 2
+#: How long a rank is given that the other one has left alone by failing or ending [s].
+ALONE = 15.0
+#: How long a process may take to say that it is there [s].
+START = 60.0
 
 
 class Pair:
@@ -47,12 +53,15 @@ class Pair:
         call = pickle.dumps((function.__module__, function.__qualname__, arguments, options))
         for connection in self._connections:
             connection.send_bytes(call)
-        answers: list[Any] = []
-        for connection in self._connections:
-            try:
-                answers.append(pickle.loads(connection.recv_bytes()) if connection.poll(seconds) else None)
-            except EOFError:
-                answers.append(None)
+        answers: list[Any] = [None] * RANKS
+        waiting, until = dict(enumerate(self._connections)), time.monotonic() + seconds
+        while waiting and (left := until - time.monotonic()) > 0:
+            ready = wait(list(waiting.values()), left)
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                with contextlib.suppress(EOFError):
+                    answers[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
+                if not isinstance(answers[rank], tuple):
+                    until = min(until, time.monotonic() + ALONE)
         if not all(isinstance(answer, tuple) for answer in answers):
             self.end()
         return answers
@@ -77,6 +86,7 @@ class Pair:
         paths = os.pathsep.join([str(REPO), str(REPO / "tests/helpers"), os.environ.get("PYTHONPATH", "")])
         common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
         with Listener() as listener:
+            listener._listener._socket.settimeout(START)  # a process that ends before it comes would be waited for
             for rank in range(RANKS):
                 own = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(RANKS)}
                 with (self.folder / f"rank{rank}.log").open("w") as log:
@@ -88,7 +98,11 @@ class Pair:
                             stderr=log,
                         )
                     )
-                self._connections.append(listener.accept())  # one after the other, in the order of ranks
+                try:
+                    self._connections.append(listener.accept())  # one after the other, in the order of ranks
+                except TimeoutError:
+                    self.end()
+                    raise AssertionError(f"rank {rank} did not start: {self.logs()[rank]}") from None
 
 
 def serve(address: str) -> None:
@@ -109,6 +123,14 @@ def serve(address: str) -> None:
                 answer = traceback.format_exc()
                 print(answer, file=sys.stderr, flush=True)
             connection.send_bytes(pickle.dumps(answer))
+
+
+def leave_alone(last_words: str) -> None:
+    """End the second rank, while the first one waits for it."""
+    if os.environ["LOCAL_RANK"] == "1":
+        print(last_words, file=sys.stderr, flush=True)
+        os._exit(3)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

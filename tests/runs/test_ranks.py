@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pair as pair_module
 import pytest
 import torch
 from heldout_run import evaluate
-from pair import Pair
+from pair import Pair, leave_alone
 from ranks_run import fail_on_one_rank, fit
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -104,6 +105,17 @@ def test_a_run_stopped_between_two_updates_goes_on_the_same(run: Callable[..., l
     for again, rank in zip(run(strategy, "dapo", resume=str(stopped)), straight, strict=True):
         assert len(again["loss"]) == 2
         assert_equal([again], rank, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("wrote", "goes_on"), [("fsdp2", "single"), ("single", "ddp")])
+def test_a_rollout_in_progress_goes_on_on_another_number_of_ranks(
+    run: Callable[..., list[Run]], wrote: str, goes_on: str
+) -> None:
+    """The second update on a rollout of two, with groups carried over and drawn ahead."""
+    (one,), stopped = run("single", "dapo"), run(wrote, "dapo")[0]["folder"] / "saved" / "step=3.ckpt"
+    again = run(goes_on, "dapo", resume=str(stopped))
+    assert len(again[0]["loss"]) == 2
+    assert_equal(again, one)
 
 
 @pytest.mark.parametrize(
@@ -201,3 +213,12 @@ def test_one_ranks_failure_is_told_by_all_and_ends_all(pair: Pair, tmp_path: Pat
     for log in pair.logs():
         assert "cannot be judged" in log
     assert "rank 1 failed, and ends the run" in pair.logs()[0]
+
+
+def test_a_partner_that_dies_ends_a_test_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_module, "ALONE", 0.2)
+    two, started = Pair(tmp_path), time.monotonic()
+    with pytest.raises(AssertionError, match="out of memory"):
+        two(leave_alone, "out of memory", seconds=600)
+    assert time.monotonic() - started < 60
+    assert not two._processes
