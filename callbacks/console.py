@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from callbacks.progress import figures_of
@@ -34,6 +35,14 @@ class Console(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the accuracies of the run that is resumed."""
         self._before = dict(state_dict["before"])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print where this run writes: a run that goes on from a checkpoint mostly has a folder of its own."""
+        savers = [str(part.dirpath) for part in trainer.checkpoint_callbacks if isinstance(part, ModelCheckpoint)]
+        logs = trainer.log_dir if trainer.loggers else None
+        places = [f"logs: {logs}"] * (logs is not None) + [f"checkpoints: {', '.join(savers)}"] * bool(savers)
+        if places:
+            rank_zero_info("; ".join(places))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what takes its time before the first step; the engine, which says so itself, starts on the way."""

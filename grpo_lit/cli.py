@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -19,6 +20,9 @@ from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
 from grpo_lit.quiet import quieten
 from grpo_lit.rollouts import transformers, vllm, vllm_server
+from grpo_lit.strategies import DeepSpeed
+from grpo_lit.strategies.reading import inspect
+from grpo_lit.strategies.saving import check_writable
 from grpo_lit.versions import VERSIONS_FILE, note_versions
 
 DESCRIPTION = """Train a language model on its own scored answers, with GRPO or a relative of it, and measure what it
@@ -26,6 +30,8 @@ learnt. Configurations are YAML files, of which later ones win: grpo-lit fit --c
 configs/recipe/dr_grpo.yaml --model.checkpoint FOLDER_OR_HUB_ID. A subcommand's --help explains every key."""
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
 PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm, vllm_server)
+#: Checkpoints that Lightning looks for itself.
+_FOUND_LATER = ("last", "best", "hpc")
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
 
 
@@ -83,6 +89,18 @@ class GRPOCLI(LightningCLI):
             if started_by_lightning(self.trainer):
                 interrupted.status = 0
             raise
+
+    def before_fit(self) -> None:
+        """Look at the checkpoint to go on from, and at where the run is logged, before anything takes time."""
+        path, strategy = self.config[self.subcommand].get("ckpt_path"), self.trainer.strategy
+        named = path is not None and path not in _FOUND_LATER and _is_local_file_protocol(path)
+        if named and not isinstance(strategy, DeepSpeed):  # which has a format of its own
+            inspect(Path(path), weights_only=self.config[self.subcommand].get("weights_only"))
+        for logger in self.trainer.loggers:
+            if logger.save_dir is not None and _is_local_file_protocol(logger.save_dir):
+                check_writable(Path(logger.save_dir), "trainer.logger")
+
+    before_validate = before_test = before_predict = before_fit
 
 
 def run(args: ArgsType = None) -> GRPOCLI:

@@ -13,5 +13,9 @@ class TrainingError(RuntimeError):
     """The run cannot go on in a way that makes sense, and says why."""
 
 
+class SaveError(TrainingError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
 class RewardError(RuntimeError):
     """A reward failed, or returned what is not one finite number or ``None`` per completion."""

@@ -19,9 +19,9 @@ from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
+from grpo_lit.strategies.checkpoint_io import save_atomically
 from grpo_lit.strategies.fsdp import FSDP, whole_weights
 from grpo_lit.strategies.precision import leave_batches
-from grpo_lit.strategies.saving import save_atomically
 
 ReferenceDtype = Literal["auto", "float32", "bfloat16", "nf4"]
 

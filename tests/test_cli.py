@@ -186,7 +186,9 @@ MISTAKES = {
     "no_model_given": (["--model.checkpoint", "???"], ["model.checkpoint"]),
     "greedy_training": (["--data.sampling.temperature", "0"], ["data.sampling.temperature"]),
     "lightnings_clipping": (["--trainer.gradient_clip_val", "1"], ["model.gradient_clip_norm"]),
-    "missing_checkpoint": (["--ckpt_path", "nowhere.ckpt"], ["nowhere.ckpt"]),
+    "missing_checkpoint": (["--ckpt_path", "nowhere.ckpt"], ["ckpt_path", "nowhere.ckpt", "where nothing is"]),
+    "no_checkpoint": (["--ckpt_path", "tiny.yaml"], ["ckpt_path", "tiny.yaml", "cannot be read"]),
+    "logs_in_a_file": (["--trainer.logger.init_args.save_dir", "tiny.yaml"], ["trainer.logger", "tiny.yaml"]),
     "missing_config": (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     "bad_bound": (["--model.objective.surrogate.init_args.low", "-1"], ["low"]),
     "half_precision": (["--trainer.precision", "16-true"], ["trainer.precision"]),
@@ -207,6 +209,15 @@ def test_a_mistake_is_answered_in_a_few_lines_that_name_the_key(
     assert "Traceback" not in "\n".join(lines)
     for word in expected:
         assert word in answer
+
+
+def test_a_broken_checkpoint_is_told_as_well_where_nothing_is_trained(
+    tiny_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*words("validate", CONFIGS / "base.yaml", tiny_yaml), "--ckpt_path", "tiny.yaml"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: `ckpt_path` expected a whole checkpoint")
 
 
 def test_help_explains_the_parts(capsys: pytest.CaptureFixture[str]) -> None:

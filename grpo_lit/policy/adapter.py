@@ -8,6 +8,7 @@ folder gets is made tensor by tensor, under the names that the model had before:
     published   model.layers.0.self_attn.q_proj.weight               W + s B A
 """
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -197,6 +198,22 @@ def merged_weight(layer: Any) -> Float[Tensor, "_ _"]:
     if _NAME in layer.lora_magnitude_vector:
         merged *= (layer.lora_magnitude_vector[_NAME].weight.float() / merged.norm(dim=1))[:, None]
     return merged.T.contiguous() if layer.fan_in_fan_out else merged
+
+
+def base_digest(model: nn.Module) -> str:
+    """Return what tells the frozen weights beside an adapter from another model's of the same shape.
+
+    The first 64 numbers of each are enough for that, rounded to bfloat16 as some precisions hold them; weights in 4
+    bits, which devices may round apart, are left out.
+
+    Args:
+        model: Adapted.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad and weight.is_floating_point():
+            digest.update(f"{name} {weight.detach().flatten()[:64].bfloat16().tolist()}".encode())
+    return digest.hexdigest()
 
 
 @torch.no_grad()

@@ -25,7 +25,8 @@ from typing_extensions import override
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.policy import Policy
 from grpo_lit.policy.sharding import decoder_layers
-from grpo_lit.strategies.saving import check_readable, is_sharded
+from grpo_lit.strategies.reading import check_there, inspect, readable
+from grpo_lit.strategies.saving import is_sharded
 
 #: What a wrapper adds to the names of what it wraps.
 _WRAPPER = "_fsdp_wrapped_module."
@@ -88,16 +89,19 @@ class FSDP(FSDPStrategy):
         """Read this rank's share of one file.
 
         Raises:
-            ConfigError: It is a folder of shards.
+            ConfigError: It is a folder of shards, missing, broken, or of another program, model or optimizer.
         """
         path = Path(self.broadcast(checkpoint_path))
-        check_readable(path)
+        check_there(path)
         if is_sharded(path):
             raise ConfigError(
                 f"`ckpt_path` expected a file for FSDP, but got {path}, a folder of shards: go on with "
                 "configs/strategy/fsdp2.yaml, or with ddp.yaml or single.yaml, which then write files"
             )
-        return super().load_checkpoint(path, weights_only)
+        module: Any = self.lightning_module
+        module.check_checkpoint(inspect(path, weights_only=weights_only))  # torch loads into the model as it reads
+        with readable(path):
+            return super().load_checkpoint(path, weights_only)
 
     def _gathered(self) -> AbstractContextManager:
         # Lightning moves to the CPU what is there already, and torch then frees what it has handed out.

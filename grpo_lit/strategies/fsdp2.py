@@ -9,7 +9,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from grpo_lit.strategies.saving import METADATA, begin, check_readable, put_in_place, sync_file, unfinished
+from grpo_lit.strategies import saving
+from grpo_lit.strategies.reading import inspect, readable
 
 
 class FSDP2(ModelParallelStrategy):
@@ -44,23 +45,35 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        """Write a checkpoint beside its place, and move it there when every rank's shards are on disk."""
+        """Write a checkpoint beside its place, and move it there when every rank's shards are on disk.
+
+        Raises:
+            SaveError: A rank could not write its share; the checkpoint of this name is as it was.
+        """
         target = Path(self.broadcast(filepath))
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, target, storage_options)
             return
-        written = unfinished(target)
-        if self.is_global_zero:
-            begin(target)
-        self.barrier()
-        super().save_checkpoint(checkpoint, written, storage_options)
-        self.barrier()
-        if self.is_global_zero:
-            sync_file(written / METADATA)  # torch has seen to the shards
-            put_in_place(target)
+        written = saving.unfinished(target)
+        with saving.kept_on_failure(target, cleans=self.is_global_zero):
+            if self.is_global_zero:
+                saving.begin(target)
+            self.barrier()
+            super().save_checkpoint(checkpoint, written, storage_options)
+            self.barrier()
+            if self.is_global_zero:
+                saving.sync_file(written / saving.METADATA)  # torch has seen to the shards
+                saving.put_in_place(target)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read this rank's share of a folder of shards, or of one file."""
-        check_readable(Path(self.broadcast(checkpoint_path)))
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        """Read this rank's share of a folder of shards, or of one file.
+
+        Raises:
+            ConfigError: It is missing, broken, of another program, or of another model or optimizer than this run's.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        module: Any = self.lightning_module
+        module.check_checkpoint(inspect(path, weights_only=weights_only))  # torch loads into the model as it reads
+        with readable(path):
+            return super().load_checkpoint(path, weights_only)

@@ -2,114 +2,25 @@
 
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.strategies import Strategy
-from typing_extensions import override
+from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_lit.errors import ConfigError
+from grpo_lit.errors import ConfigError, SaveError
 
 #: What a folder of shards holds beside them.
 METADATA = "meta.pt"
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there; reads files, and folders of shards too.
-
-    Lightning's own writes to the system's temporary folder: where that is another file system, the move is a copy, and
-    a process killed in it leaves half a file. Paths that are not local are left to Lightning.
-    """
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write a file, and replace the one of this name when all of it is on disk."""
-        if storage_options is not None or not _is_local_file_protocol(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with begin(target).open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(target)
-
-    @override
-    def load_checkpoint(
-        self,
-        path: _PATH,
-        map_location: Callable | None = lambda storage, loc: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read a file, or all shards of a folder that FSDP2 wrote, as the file that it would have been."""
-        check_readable(Path(path))
-        if is_sharded(Path(path)):
-            return read_whole(Path(path))
-        return super().load_checkpoint(path, map_location, weights_only)
-
-    @override
-    def remove_checkpoint(self, path: _PATH) -> None:
-        """Take a checkpoint's name from it before it goes: half a folder of shards would look like a whole one."""
-        target = Path(path)
-        if _is_local_file_protocol(path) and target.is_dir() and not target.is_symlink():
-            target.rename(begin(target))
-            remove(unfinished(target))
-            return
-        super().remove_checkpoint(path)
-
-
-def save_atomically(strategy: Strategy) -> None:
-    """Exchange Lightning's way of writing checkpoints; one that the user chose stays."""
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
-        strategy.checkpoint_io = AtomicCheckpointIO()
+#: How names end that nobody takes for a checkpoint's: of one that is being written, and of one that it replaces.
+_UNFINISHED, _ASIDE = ".unfinished", ".replaced"
 
 
 def is_sharded(checkpoint: Path) -> bool:
     """Return whether this is a folder of shards, complete."""
     return (checkpoint / METADATA).is_file()
-
-
-def check_readable(checkpoint: Path) -> None:
-    """Finish what a killed process left, and refuse a folder of anything else than shards.
-
-    Raises:
-        ConfigError: It is one, such as those of DeepSpeed.
-    """
-    finish(checkpoint)
-    if checkpoint.is_dir() and not is_sharded(checkpoint):
-        raise ConfigError(
-            f"`ckpt_path` expected a checkpoint file or a folder of shards, but got {checkpoint}, a folder without "
-            f"{METADATA}: those of DeepSpeed are read with configs/strategy/deepspeed.yaml alone"
-        )
-
-
-def read_whole(folder: Path) -> dict[str, Any]:
-    """Return a folder of shards in the format of a checkpoint of one process.
-
-    The shards name the parameters in the optimizer's state, one process numbers them in the optimizer's order.
-    """
-    checkpoint = _load_distributed_checkpoint(folder)
-    names = sorted(name for name in checkpoint if name.startswith("optimizer_"))
-    checkpoint["optimizer_states"] = [_numbered(checkpoint.pop(name)) for name in names]
-    return checkpoint
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: index for index, name in enumerate(names)}
-    return {
-        "state": {number[name]: values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
 
 
 def begin(target: Path) -> Path:
@@ -122,7 +33,7 @@ def begin(target: Path) -> Path:
 
 def unfinished(target: Path) -> Path:
     """Return the path beside a checkpoint's at which it is written, a name that nobody takes for one."""
-    return target.with_name(f".{target.name}.unfinished")
+    return target.with_name(f".{target.name}{_UNFINISHED}")
 
 
 def put_in_place(target: Path) -> None:
@@ -169,8 +80,91 @@ def sync_file(file: Path) -> None:
         os.fsync(content.fileno())
 
 
+@contextmanager
+def kept_on_failure(target: Path, cleans: bool = True) -> Iterator[None]:
+    """Give back the room that half a checkpoint takes, and say which one is left.
+
+    Args:
+        target: The checkpoint that is written inside.
+        cleans: Of several ranks one does.
+
+    Raises:
+        SaveError: It could not be written: the disk is full, or the folder is gone.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch's writer says RuntimeError of a short write
+        cause = _cause(error)
+        if cleans and os.path.lexists(_aside(target)) and not os.path.lexists(target):
+            _aside(target).rename(target)
+        if cleans:
+            remove(unfinished(target))
+        whole = [path for path in target.parent.glob("*.ckpt") if not path.is_symlink()]
+        left = "none was written before it"
+        if whole:
+            newest = max(whole, key=lambda path: path.stat().st_mtime)
+            left = f"those before it are whole: mend that, and go on with --ckpt_path {newest}"
+        raise SaveError(f"the checkpoint {target} could not be written: {cause}; {left}") from error
+
+
+def check_writable(folder: Path, key: str, needed: int = 0) -> None:
+    """Refuse a folder in which nothing can be written, before hours are spent on what goes there.
+
+    Args:
+        folder: Made if it is not there.
+        key: What the user calls it.
+        needed: Room that the first write takes at least [bytes].
+
+    Raises:
+        ConfigError: It cannot be made, cannot be written to, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            f"`{key}` expected a folder that can be written to, but got {folder}: {error.strerror or error}"
+        ) from error
+    if free < needed:
+        raise ConfigError(
+            f"`{key}` expected room for a checkpoint, {needed / 2**30:.1f} GiB of weights alone, but {folder} has "
+            f"{free / 2**30:.1f} GiB: free some, or save elsewhere"
+        )
+
+
+def sweep(folder: Path, idle: float = 0.0) -> None:
+    """Clear away what killed processes left half written.
+
+    Args:
+        folder: Of checkpoints.
+        idle: Only what nothing was written into for so long [s]: another process may be writing now.
+    """
+    for left in [*folder.glob(f".*{_ASIDE}"), *folder.glob(f".*{_UNFINISHED}")]:
+        target = left.with_name(left.name.removesuffix(_ASIDE).removesuffix(_UNFINISHED).removeprefix("."))
+        written = [left, *left.rglob("*")] if left.is_dir() else [left]
+        try:
+            newest = max(path.lstat().st_mtime for path in written)
+        except FileNotFoundError:
+            continue  # another rank or run was faster
+        if time.time() - newest >= idle:
+            finish(target)
+            remove(_aside(target))
+            remove(unfinished(target))
+
+
+def _cause(error: BaseException) -> str:
+    """Return what a person can mend: torch's writer hides the system's message behind its own."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+    return target.with_name(f".{target.name}{_ASIDE}")
 
 
 def _sync(folder: Path) -> None:

@@ -1,13 +1,14 @@
 """The console says what accuracy was before, now and after, also across a resume."""
 
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 
-from callbacks import Console
+from callbacks import Console, ModelCheckpoint
 
 MODULE = Mock(spec=LightningModule)
 
@@ -33,6 +34,18 @@ def test_accuracies_are_printed_and_compared(caplog: pytest.LogCaptureFixture) -
     assert lines(caplog) == ["step 20: val/sums/greedy 48.5%, val/sums/avg@4 40.0%"]
     console.on_fit_end(trainer(20), MODULE)
     assert lines(caplog)[0] == "val/sums/greedy: 19.0% before, 48.5% after (+29.5 points)"
+
+
+def test_a_run_says_where_it_writes(caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run writes into a folder of its own."""
+    caplog.set_level("INFO")
+    savers = [ModelCheckpoint("saved"), Mock()]
+    for loggers, expected in (([Mock()], "logs: runs/x; checkpoints: "), ([], "checkpoints: ")):
+        made = Mock(spec=Trainer, log_dir="runs/x", loggers=loggers, checkpoint_callbacks=savers)
+        Console().on_fit_start(made, MODULE)
+        assert lines(caplog) == [f"{expected}{Path('saved').resolve()}"]
+    Console().on_fit_start(Mock(spec=Trainer, loggers=[], checkpoint_callbacks=[]), MODULE)
+    assert lines(caplog) == []
 
 
 def test_intervals_stand_in_brackets(caplog: pytest.LogCaptureFixture) -> None:

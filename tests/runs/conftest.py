@@ -30,7 +30,7 @@ def make_module(tiny_model_path: Path) -> Callable[..., GRPOModule]:
 
     def make(**changes: Any) -> GRPOModule:
         torch.manual_seed(0)
-        return GRPOModule(str(tiny_model_path), **{"optimizer": adam, **changes})
+        return GRPOModule(**{"checkpoint": str(tiny_model_path), "optimizer": adam, **changes})
 
     return make
 

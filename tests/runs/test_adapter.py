@@ -85,7 +85,9 @@ def test_the_base_is_untouched_and_exports_compute_what_was_trained(fit: Callabl
     torch.testing.assert_close(PeftModel.from_pretrained(start, folder)(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_checkpoint_of_another_adapter_or_of_whole_weights_is_refused(fit: Callable, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_adapter_or_of_whole_weights_is_refused(
+    fit: Callable, tiny_folder: Callable, tmp_path: Path
+) -> None:
     fit(1)
     saved = tmp_path / "saved" / "step=1.ckpt"
     for settings in ({"adapter": LoRA(rank=2)}, {"adapter": None}):
@@ -93,6 +95,15 @@ def test_a_checkpoint_of_another_adapter_or_of_whole_weights_is_refused(fit: Cal
             fit(2, ckpt_path=saved, **settings)
     with pytest.raises(ConfigError, match=r"`model\.quantization` expected.*none, but got double"):
         fit(2, ckpt_path=saved, quantization=NF4())
+    # Another model of the same shape, under its own name or under the one that the adapter was trained beside.
+    other = str(tiny_folder("llama", seed=1))
+    with pytest.raises(ConfigError, match=r"`model\.checkpoint` expected the model .* adapter was trained beside"):
+        fit(2, ckpt_path=saved, checkpoint=other)
+    state = torch.load(saved)
+    state["grpo_lit"]["checkpoint"] = other
+    torch.save(state, tmp_path / "moved.ckpt")
+    with pytest.raises(ConfigError, match=f"`checkpoint` expected {other}, .* holds other weights now"):
+        export(tmp_path / "moved.ckpt", tmp_path / "merged")
     fit(1, adapter=None)
     with pytest.raises(ConfigError, match=r"--adapter.*model\.adapter"):
         export(tmp_path / "saved" / "step=1-v1.ckpt", tmp_path / "adapter", adapter=True)

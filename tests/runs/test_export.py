@@ -1,6 +1,7 @@
 """An exported checkpoint is a model that transformers and vLLM load, with the weights that were trained."""
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lit.errors import ConfigError
-from grpo_lit.export import export
+from grpo_lit.export import export, main
 from grpo_lit.policy.checkpoint import stop_token_ids
 from grpo_lit.rollouts.engine import EngineModel
 
@@ -56,13 +57,31 @@ def test_transformers_and_vllm_load_what_was_trained(
         engine.close()
 
 
-def test_bad_arguments_are_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(
+    trained: tuple[Any, Path], tmp_path: Path, tiny_folder: Callable, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     _, checkpoint = trained
-    with pytest.raises(ConfigError, match=r"expected a \.ckpt file"):
-        export(tmp_path / "nothing.ckpt", tmp_path / "out")
-    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ConfigError, match="written by grpo-lit fit"):
-        export(tmp_path / "other.ckpt", tmp_path / "out")
+    content = torch.load(checkpoint)
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "nothing.ckpt"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: `checkpoint` expected a checkpoint file or a folder of shards")
+    other = tmp_path / "other.ckpt"
+    note = content["grpo_lit"] | {"checkpoint": str(tiny_folder("llama", hidden_size=128))}
+    fewer = dict([*content["state_dict"].items()][1:])
+    for changed, said in (
+        ({"state_dict": {}}, "written by grpo-lit fit"),
+        (content | {"grpo_lit": note}, "another model now: .* is .*64.* and .*128"),  # exchanged under its name
+        (content | {"state_dict": fewer}, "is nothing in the checkpoint"),
+    ):
+        torch.save(changed, other)
+        with pytest.raises(ConfigError, match=f"^`checkpoint` expected .*{said}"):
+            export(other, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"^`target` expected a folder that can be written to"):
+        export(checkpoint, checkpoint)
+    with pytest.raises(ConfigError, match=r"^`--adapter` expected"):
+        export(checkpoint, tmp_path / "out", adapter=True)
     export(checkpoint, tmp_path / "out", torch.bfloat16)
     with pytest.raises(ConfigError, match="holds one"):
         export(checkpoint, tmp_path / "out")

@@ -14,8 +14,14 @@ from toys import Letters, SomePrompts
 
 import callbacks
 from grpo_lit.errors import ConfigError
-from grpo_lit.objectives import K3, Objective
+from grpo_lit.module import GRPOModule
+from grpo_lit.objectives import K3, Objective, TokenClip
+from grpo_lit.policy.adapter import LoRA
 from grpo_lit.rewards import RewardCombination, WeightedReward
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
 
 
 class Trace(Callback):
@@ -85,15 +91,79 @@ def test_an_interrupted_run_keeps_what_it_learned(
     assert drawn_at == [2, 3, 4]  # the first of them has the number that the interrupted step would have had
 
 
-def test_a_checkpoint_of_other_prompts_is_refused(
-    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+def gentle(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+
+#: By what is wrong: changes of the module and of the data that a checkpoint cannot be gone on from with.
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "other prompts": ({}, {"train": Letters(9)}, r"`data\.train` expected"),
+    "another seed": ({}, {"seed": 1}, r"`data\.seed` expected"),
+    "another set of models": (
+        {"objective": Objective(divergence=K3(beta=0.1))}, {}, r"`model\.objective\.divergence.*no reference"
+    ),
+    "an adapter": ({"adapter": LoRA(rank=2)}, {}, r"`model\.adapter` expected .*none, but got rank 2"),
+    "another optimizer": ({"optimizer": gentle}, {}, r"`model\.optimizer` expected .* Adam, but got SGD"),
+    "a schedule": ({"lr_scheduler": falling}, {}, r"`model\.lr_scheduler` expected .* none, but got StepLR"),
+    "a wider model": ({"hidden_size": 128}, {}, r"`ckpt_path` expected the weights .* another model, in which .* is"),
+    "a deeper model": ({"num_hidden_layers": 3}, {}, r"`ckpt_path` expected the weights of .*layers\.2.* is missing"),
+}  # fmt: skip
+
+
+def test_a_checkpoint_of_another_run_is_refused_in_a_line_that_names_the_key(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tiny_folder: Callable, tmp_path: Path
 ) -> None:
     saver = ModelCheckpoint(tmp_path / "saved", filename="x", every_n_train_steps=1)
     make_trainer(max_steps=1, callbacks=[saver]).fit(make_module(), datamodule=make_data())
-    with pytest.raises(ConfigError, match=r"data\.train"):
-        make_trainer(max_steps=2).fit(
-            make_module(), datamodule=make_data(train=Letters(9)), ckpt_path=str(tmp_path / "saved" / "x.ckpt")
-        )
+    saved = tmp_path / "saved" / "x.ckpt"
+    for module, data, said in CHANGES.values():
+        shape = {key: value for key, value in module.items() if key in ("hidden_size", "num_hidden_layers")}
+        made = GRPOModule(str(tiny_folder("llama", **shape)), optimizer=adam) if shape else make_module(**module)
+        with pytest.raises(ConfigError, match=said):
+            make_trainer(max_steps=2).fit(made, datamodule=make_data(**data), ckpt_path=str(saved))
+    content = torch.load(saved)
+    del content["optimizer_states"], content["lr_schedulers"]
+    torch.save(content, saved)
+    with pytest.raises(ConfigError, match=r"`ckpt_path` expected .* optimizer's state, but got one of weights alone"):
+        make_trainer(max_steps=2).fit(make_module(), datamodule=make_data(), ckpt_path=str(saved))
+
+
+def test_what_a_resumed_run_changes_or_keeps_silently_is_said(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    saver = callbacks.ModelCheckpoint(tmp_path / "saved", filename="x", every_n_train_steps=1)
+    first = make_module(lr_scheduler=falling)
+    make_trainer(max_steps=1, callbacks=[saver]).fit(first, datamodule=make_data())
+    other = make_module(
+        objective=Objective(surrogate=TokenClip(high=0.3)),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5),
+    )
+    with pytest.warns(UserWarning, match="from now on") as warned:
+        make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=str(tmp_path / "saved" / "x.ckpt"))
+    said = [str(one.message) for one in warned if str(one.message).startswith("`model.")]
+    assert [line.split(" ")[0] for line in said] == [
+        "`model.objective.surrogate`", "`model.optimizer.lr`", "`model.lr_scheduler.step_size`"
+    ]  # fmt: skip
+    assert "high=0.2" in said[0]
+    assert "high=0.3" in said[0]
+    assert "is 0.001 here, but the run goes on with the checkpoint's 0.01" in said[1]
+    assert other.optimizers().param_groups[0]["lr"] == 0.01
+
+
+def test_a_folder_that_cannot_be_saved_in_is_found_before_the_engine_starts(
+    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    data = make_data()
+    monkeypatch.setattr(data.engine, "start", lambda model: pytest.fail("the engine started"))
+    saver = callbacks.ModelCheckpoint(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint\.dirpath` expected a folder that can be written to"):
+        make_trainer(callbacks=[saver]).fit(make_module(), datamodule=data)
 
 
 def test_steps_without_signal_do_not_disturb_resuming(
@@ -117,16 +187,6 @@ def test_steps_without_signal_do_not_disturb_resuming(
     resumed, data, trainer = build(5)
     trainer.fit(resumed, datamodule=data, ckpt_path=str(tmp_path / "saved" / "step=3.ckpt"))
     torch.testing.assert_close(weights_of(resumed), weights_of(straight), rtol=0, atol=0)
-
-
-def test_a_checkpoint_with_another_set_of_models_is_refused(
-    make_module: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
-) -> None:
-    saver = ModelCheckpoint(tmp_path / "saved", filename="x", every_n_train_steps=1)
-    make_trainer(max_steps=1, callbacks=[saver]).fit(make_module(), datamodule=make_data())
-    other = make_module(objective=Objective(divergence=K3(beta=0.1)))
-    with pytest.raises(ConfigError, match=r"model\.objective\.divergence.*no reference"):
-        make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=str(tmp_path / "saved" / "x.ckpt"))
 
 
 def test_last_goes_on_after_the_folder_was_moved(
