@@ -1,4 +1,6 @@
-"""A run that is killed again and again, each time in a process forked from one that has everything imported.
+"""A run that is killed again and again, each time in processes forked from one that has everything imported.
+
+With ``fsdp2`` it has two ranks, of which one is killed, and the last part of it one: shards of two are read by one.
 
 ``python killed_run.py MODEL FOLDER STRATEGY SEED KILLS`` prints a line of JSON for each kill, and one for the end.
 """
@@ -8,6 +10,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,10 +27,13 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rollout import Sampling
 from grpo_lit.rollouts.transformers import TransformersEngine
-from grpo_lit.strategies import FSDP2, saving
+from grpo_lit.strategies import FSDP2, failures, saving
+from grpo_lit.strategies.checkpoint_io import AtomicCheckpointIO
 
 #: Each half of a write, and the moments between the moves that put it in place, last this long [s].
 SLOW = 0.05
+#: How long a rank may take to see that the other one is gone [s].
+ALONE = 30.0
 
 
 class Journal(Callback):
@@ -43,6 +49,8 @@ class Journal(Callback):
         self._note("saved", trainer.global_step)  # what the last step wrote is in place
 
     def _note(self, event: str, step: int) -> None:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
         with self.file.open("a") as lines:
             lines.write(f"{event} {step}\n")
 
@@ -77,14 +85,14 @@ def slow_down() -> None:
     saving.put_in_place, saving.remove = slow(put_in_place), slow(remove)
 
 
-def train(model: str, folder: Path, strategy: str, max_steps: int) -> None:
+def train(model: str, folder: Path, strategy: str, max_steps: int, ranks: int = 1) -> None:
     """Train from the last checkpoint on, saving after every step."""
     saved = folder / "saved"
     trainer = Trainer(
         max_steps=max_steps,
         max_epochs=-1,
         accelerator="cpu",
-        devices=1,
+        devices=ranks,
         strategy=FSDP2() if strategy == "fsdp2" else "auto",
         logger=False,
         enable_progress_bar=False,
@@ -108,16 +116,40 @@ def train(model: str, folder: Path, strategy: str, max_steps: int) -> None:
     trainer.fit(module, datamodule=data, ckpt_path=str(last) if os.path.lexists(last) else None)
 
 
-def forked(model: str, folder: Path, strategy: str, max_steps: int) -> int:
-    """Return the process that trains."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        train(model, folder, strategy, max_steps)
-        os._exit(0)
-    finally:
-        os._exit(1)
+def forked(model: str, folder: Path, strategy: str, max_steps: int, ranks: int) -> list[int]:
+    """Return the processes that train."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            if ranks > 1:
+                place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+                os.environ.update({**place, "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
+            train(model, folder, strategy, max_steps, ranks)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return children
+
+
+def end(children: list[int], victim: int) -> bool:
+    """Kill one rank, and return whether the others ended by themselves."""
+    os.kill(children[victim], signal.SIGKILL)
+    os.waitpid(children[victim], 0)
+    until, left = time.monotonic() + ALONE, [child for child in children if child != children[victim]]
+    while left and time.monotonic() < until:
+        left = [child for child in left if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        time.sleep(0.01)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return not left
 
 
 def read(journal: Path, event: str) -> list[int]:
@@ -129,29 +161,35 @@ def read(journal: Path, event: str) -> list[int]:
 def main(model: str, folder: Path, strategy: str, seed: int, kills: int) -> None:
     """Kill the run at random moments and tell what each kill left behind; at last let it end."""
     slow_down()
+    failures._GRACE, failures._LOOK = 0.2, 0.1  # nobody is there to be told
+    ranks = 2 if strategy == "fsdp2" else 1
     journal, saved_in, moments = folder / "journal", folder / "saved", random.Random(seed)
     for number in range(kills):
         begun, saved = len(read(journal, "began")), max(read(journal, "saved"), default=0)
-        child = forked(model, folder, strategy, 1000)
+        children = forked(model, folder, strategy, 1000, ranks)
 
-        def wait_until(condition: Callable[[], bool], child: int = child) -> None:
+        def wait_until(condition: Callable[[], bool], child: int = children[0]) -> None:
             while not condition():
                 if os.waitpid(child, os.WNOHANG) != (0, 0):
                     sys.exit("the run ended by itself")
                 time.sleep(0.002)
 
         wait_until(lambda saved=saved: max(read(journal, "saved"), default=0) >= saved + 2)
-        if number % 2:  # while it writes; the others at any time
+        aimed = number % 2 == 1 or ranks > 1  # while it writes; the others at any time
+        if aimed:
             wait_until(lambda: any(saved_in.glob(".*.unfinished")))
-        time.sleep(moments.uniform(0, SLOW if number % 2 else 8 * SLOW))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        time.sleep(moments.uniform(0, SLOW if aimed else 8 * SLOW))
+        alone = end(children, victim=number % ranks)
         left = sorted(file.name for file in saved_in.iterdir())
+        for name in left:
+            if not name.startswith("."):  # every file of every checkpoint, the shards of both ranks
+                AtomicCheckpointIO().load_checkpoint(saved_in / name)
         told = {"began": read(journal, "began")[begun:], "saved": max(read(journal, "saved")), "left": left}
-        print(json.dumps(told), flush=True)
-    end = max(read(journal, "saved")) + 2
-    _, status = os.waitpid(forked(model, folder, strategy, end), 0)
-    print(json.dumps({"began": read(journal, "began")[-1:], "saved": end, "status": status}), flush=True)
+        print(json.dumps({**told, "ended": alone}), flush=True)
+    last = max(read(journal, "saved")) + 2
+    (child,) = forked(model, folder, strategy, last, ranks=1)
+    _, status = os.waitpid(child, 0)
+    print(json.dumps({"began": read(journal, "began")[-1:], "saved": last, "status": status}), flush=True)
 
 
 if __name__ == "__main__":

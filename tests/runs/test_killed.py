@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from pair import REPO
 
-KILLS = {"single": 10, "fsdp2": 4}
+from grpo_lit.strategies.checkpoint_io import AtomicCheckpointIO
+
+KILLS = {"single": 10, "fsdp2": 3}
 
 
 @pytest.mark.parametrize("strategy", KILLS)
@@ -24,7 +25,7 @@ def test_no_kill_costs_more_than_the_steps_since_the_last_save(
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     *kills, end = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -36,13 +37,14 @@ def test_no_kill_costs_more_than_the_steps_since_the_last_save(
         assert saved <= began <= saved + 1
         saved = told["saved"]
     # Every second one was aimed at a write, and may have come too late.
+    # A rank that is left alone in a save clears away what was written.
     during = [told for told in kills if any(name.endswith(".unfinished") for name in told["left"])]
     assert during, "no kill hit a save"
+    assert all(told["ended"] for told in kills), "a rank went on without the other"
     last = tmp_path / "saved" / "last.ckpt"
-    file = last / "meta.pt" if strategy == "fsdp2" else last
-    assert torch.load(file, weights_only=True)["global_step"] == end["saved"]
-    names = sorted(entry.name for entry in (tmp_path / "saved").iterdir() if not entry.name.startswith("."))
-    assert names[0] == "last.ckpt"
+    assert last.is_symlink()
+    assert AtomicCheckpointIO().load_checkpoint(last)["global_step"] == end["saved"]
+    names = sorted(entry.name for entry in (tmp_path / "saved").iterdir())
+    assert names[0] == "last.ckpt", "what killed runs left was not swept"
     for name in names:  # a kill between a save and what makes it the last leaves one more that is whole
-        entry = tmp_path / "saved" / name
-        torch.load(entry / "meta.pt" if entry.is_dir() else entry, weights_only=True)
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "saved" / name)
