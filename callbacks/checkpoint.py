@@ -35,9 +35,9 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
     - The state at the end of training is saved, whether or not a save was due.
     - A held-out ``monitor`` is looked at when it has been measured on the state to be saved, not on an earlier one.
     - A folder that cannot be written to is refused before the engine starts.
-    - ``save_on_exception`` lets a failing rank end. Saving waits for all ranks. Ctrl-C and SIGTERM reach all of them; an
-      error is one rank's own, and the others would be waited for until the process group's time-out, with the reason
-      untold. There the last checkpoint on schedule has to do.
+    - ``save_on_exception`` lets a failing rank end. Saving waits for all ranks. Ctrl-C and SIGTERM reach all of them,
+      an error is one rank's own, and the others would be waited for until the process group's time-out, with the
+      reason untold. There the last checkpoint on schedule has to do.
     """
 
     # ------------------------------------------------------------------ the folder

@@ -90,6 +90,9 @@ class GRPOCLI(LightningCLI):
                 interrupted.status = 0
             raise
 
+    def _parse_ckpt_path(self) -> None:
+        """Leave the checkpoint alone: Lightning would read all of it for settings that this package keeps in YAML."""
+
     def before_fit(self) -> None:
         """Look at the checkpoint to go on from, and at where the run is logged, before anything takes time."""
         path, strategy = self.config[self.subcommand].get("ckpt_path"), self.trainer.strategy
