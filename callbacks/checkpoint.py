@@ -72,7 +72,7 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         """Go on with the best and the ``last`` of the folder that the checkpoint lies in, though it was moved."""
         state = checkpoint["callbacks"].get(self.state_key, {})
         before, now = state.get("dirpath"), Path(self.dirpath)
-        here = Path(trainer.ckpt_path).resolve().parent == now.resolve()
+        here = self._lies_here(trainer)
         if here and before is not None and before != self.dirpath:
             for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
                 state[name] = _moved(state[name], before, now)
@@ -113,9 +113,9 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the state that is gone on from as saved."""
+        """Take the state that is gone on from as saved where it lies in this folder."""
         super().on_train_start(trainer, pl_module)
-        if trainer.ckpt_path is not None:
+        if trainer.ckpt_path is not None and self._lies_here(trainer):
             self._last_global_step_saved = trainer.global_step
 
     @override
@@ -190,6 +190,9 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         if due:
             self._last_time_checked = time.monotonic()
         return due
+
+    def _lies_here(self, trainer: Trainer) -> bool:
+        return Path(trainer.ckpt_path).resolve().parent == Path(self.dirpath).resolve()
 
     @staticmethod
     def _is_validated(trainer: Trainer) -> bool:
