@@ -1,11 +1,23 @@
 """Settings of a data module that cannot work, refused before anything is loaded."""
 
-from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
 
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.checkpoint import context_length
 from grpo_lit.rollout import Sampling
+
+#: By the keys of counts below ``data``: their least values.
+_LEAST = {
+    "prompts_per_rollout": 1,
+    "num_updates": 1,
+    "num_epochs": 1,
+    "max_prompt_tokens": 1,
+    "sampling.max_tokens": 1,
+    "evaluation.prompts_per_batch": 1,
+    "evaluation.completions": 0,
+}
 
 
 def check_sampling(sampling: Sampling, options: RolloutOptions) -> None:
@@ -38,23 +50,22 @@ def check_sampling(sampling: Sampling, options: RolloutOptions) -> None:
         )
 
 
-def check_counts(counts: Mapping[str, int]) -> None:
+def check_counts(data: Any) -> None:
     """Refuse counts of nothing.
 
     Args:
-        counts: By their keys below ``data``.
+        data: A data module, or its configuration.
 
     Raises:
         ConfigError: For one below its least value, or more updates than prompts.
     """
-    for name, value in counts.items():
-        least = 0 if name == "evaluation.completions" else 1
-        if value < least:
+    for name, least in _LEAST.items():
+        if (value := attrgetter(name)(data)) < least:
             raise ConfigError(f"`data.{name}` expected to be >= {least}, but got {value}")
-    if counts["num_updates"] > counts["prompts_per_rollout"]:
+    if data.num_updates > data.prompts_per_rollout:
         raise ConfigError(
-            f"`data.num_updates` expected at most `data.prompts_per_rollout` ({counts['prompts_per_rollout']}), but "
-            f"got {counts['num_updates']}: a group is never cut"
+            f"`data.num_updates` expected at most `data.prompts_per_rollout` ({data.prompts_per_rollout}), but got "
+            f"{data.num_updates}: a group is never cut"
         )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -102,9 +101,7 @@ class RolloutDataModule(LightningDataModule):
         self._update, self._rollouts, self._started = 0, 0, False
         self._before_step: tuple[int, dict[str, Any]] | None = None
         check_sampling(sampling, rollout)
-        names = ["prompts_per_rollout", "num_updates", "num_epochs", "max_prompt_tokens", "sampling.max_tokens"]
-        names += ["evaluation.prompts_per_batch", "evaluation.completions"]
-        check_counts({name: attrgetter(name)(self) for name in names})
+        check_counts(self)
         check_staleness(rollout, num_updates * num_epochs)
 
     # ------------------------------------------------------------------ set-up and end

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import psutil
 import torch
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch import Trainer
@@ -12,19 +11,34 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_lit import cli as command_line
-from grpo_lit.data.checks import check_room
+from grpo_lit.data.checks import check_counts, check_room
 from grpo_lit.data.module import RolloutDataModule
-from grpo_lit.dry_run.footprint import Footprint, activation_bytes
+from grpo_lit.dry_run.footprint import Footprint, activation_bytes, cache_bytes
 from grpo_lit.dry_run.options import DESCRIPTION, OPTIONS
-from grpo_lit.dry_run.plan import STRATEGIES, Copies, Plan, plan
+from grpo_lit.dry_run.plan import STRATEGIES, Copies, Plan, Sharding, plan
+from grpo_lit.dry_run.room import GIB, Room, room_of_a_rank
 from grpo_lit.dry_run.workload import Workload
 from grpo_lit.errors import ConfigError
 from grpo_lit.mistakes import PlainParser
 from grpo_lit.module import GRPOModule, OldPolicy
 from grpo_lit.policy.policy import can_share_prefix
 from grpo_lit.policy.precision import weights_dtype
+from grpo_lit.rollouts.transformers import TransformersEngine
 
-GIB = 2.0**30
+#: What Lightning takes short names of precisions for.
+_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+#: Strategies that are not compared: what is known of them.
+_LIKE = {
+    "fsdp": "a rank of classic FSDP holds about what one of fsdp2 does",
+    "deepspeed": "a rank of it holds the parameters of ddp and the optimizer's states of fsdp2, at stage 2 its "
+    "gradients too; compare --trainer.strategy ddp with configs/strategy/fsdp2.yaml",
+}
+LEGEND = (
+    "* what the configuration chooses. Every prompt and answer is at its limit. Memory at most: parameters, optimizer, "
+    "reference, old policy and engine last; gradients, activations and what is in transit (gathered layers, buckets of "
+    "gradients) take turns with the engine's cache of keys and values, unless rollouts are drawn ahead. In brackets: "
+    "lies in the machine's memory and is not counted."
+)
 
 
 def _parser() -> PlainParser:
@@ -41,12 +55,17 @@ def _parser() -> PlainParser:
     return parser
 
 
-def chosen_strategy(strategy: Any) -> str:
-    """Return which of the compared strategies a configuration names, or the name of another."""
+def chosen_strategy(strategy: Any, world_size: int = 1) -> str:
+    """Return which of the compared strategies a configuration names, or the name of another.
+
+    Args:
+        strategy: ``trainer.strategy``.
+        world_size: Its ranks: Lightning makes DDP of ``auto`` on several devices.
+    """
     if isinstance(strategy, str):
-        return {"auto": "single"}.get(strategy, strategy.split("_")[0])
+        return {"auto": "ddp" if world_size > 1 else "single"}.get(strategy, strategy.split("_")[0])
     name = strategy.class_path.rsplit(".", 1)[-1].removesuffix("Strategy").lower()
-    return {"singledevice": "single"}.get(name, name)
+    return {"singledevice": "single", "modelparallel": "fsdp2"}.get(name, name)
 
 
 def ranks(trainer: Namespace) -> int:
@@ -64,29 +83,25 @@ def ranks(trainer: Namespace) -> int:
     return int(count) * int(trainer.num_nodes)
 
 
-def _check(parsed: Namespace, world_size: int) -> None:
+def _check(parsed: Namespace, world_size: int, chosen: str) -> None:
     """Refuse numbers that mean nothing, and strategies that are not compared."""
     data = parsed.data
     counts = {
         "world-size": world_size,
         "trainer.num_nodes": int(parsed.trainer.num_nodes),
-        "data.num_updates": data.num_updates,
-        "data.num_epochs": data.num_epochs,
-        "data.prompts_per_rollout": data.prompts_per_rollout,
         "data.sampling.completions": data.sampling.completions,
-        "data.sampling.max_tokens": data.sampling.max_tokens,
-        "data.max_prompt_tokens": data.max_prompt_tokens,
     }
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"`{name}` expected to be >= 1, but got {count}")
+    check_counts(data)
     if parsed.memory_gib is not None and not parsed.memory_gib > 0:
         raise ConfigError(f"`memory-gib` expected to be > 0, but got {parsed.memory_gib}")
     check_room(parsed.model.checkpoint, data.max_prompt_tokens, data.sampling.max_tokens)
-    if (chosen := chosen_strategy(parsed.trainer.strategy)) not in STRATEGIES:
+    if chosen not in STRATEGIES:
         raise ConfigError(
-            f"`trainer.strategy` expected one of {', '.join(STRATEGIES)}, which are compared, but got {chosen}: a rank "
-            "of classic FSDP holds about what one of fsdp2 does"
+            f"`trainer.strategy` expected one of {', '.join(STRATEGIES)}, which are compared, but got {chosen}: "
+            f"{_LIKE.get(chosen, 'configs/strategy/ has those that there are')}"
         )
 
 
@@ -99,35 +114,41 @@ def _workload(parsed: Namespace, module: GRPOModule) -> Workload:
         completion_tokens=data.sampling.max_tokens,
         budget=module.max_tokens_per_micro_batch,
         share_prefix=able if module.share_prefix is None else module.share_prefix,
+        updates=data.num_updates,
     )
 
 
 def _copies(parsed: Namespace, module: GRPOModule, footprint: Footprint) -> Copies:
     logprobs, weights, _ = get_args(OldPolicy)
-    steps = parsed.data.num_updates * parsed.data.num_epochs
+    data, engine = parsed.data, parsed.data.engine
+    steps = data.num_updates * data.num_epochs
     reference = module.objective.needs_reference or module.shadows.needs_reference
     scored = steps > 1 and module.old_policy_source in (logprobs, weights)
-    inside = parsed.data.engine.class_path.rsplit(".", 1)[-1] == "TransformersEngine"
+    held, rows, row = 0, 0, 0
+    if engine.class_path.rsplit(".", 1)[-1] == "TransformersEngine":
+        made = TransformersEngine(**dict(engine.get("init_args") or {}))
+        held, rows = footprint.parameters.elements * made.weight_dtype.itemsize, made.batch_size
+        tokens = data.max_prompt_tokens + data.sampling.max_tokens
+        row = cache_bytes(parsed.model.checkpoint, tokens, made.weight_dtype.itemsize)
     return Copies(
         reference=int(reference),
         old_policy=int(module.old_policy_source == weights),
         scoring=int(reference) + (steps - 1) / steps * int(scored),
-        engine=footprint.parameters.bytes() if inside else 0,
+        engine=held,
+        rows=rows,
+        cache=row,
     )
 
 
-def _memory(parsed: Namespace, world_size: int) -> float:
-    """Return the bytes that a rank may take."""
-    if parsed.memory_gib is not None:
-        return float(parsed.memory_gib) * GIB
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return psutil.virtual_memory().total / max(world_size // max(int(parsed.trainer.num_nodes), 1), 1)
+def _sharding(strategy: Any, on_device: bool) -> Sharding:
+    given = {} if isinstance(strategy, str) else dict(strategy.get("init_args") or {})
+    offloaded = on_device and given.get("cpu_offload", False)
+    return Sharding(reshard=given.get("reshard_after_forward", True), offload=offloaded)
 
 
-def table(plans: dict[str, Plan], chosen: str, world_size: int) -> Table:
+def table(plans: dict[str, Plan], chosen: str, world_size: int, at_once: bool) -> Table:
     """Return a column for each strategy."""
-    shown = Table(title=f"a rank of {world_size}; memory in GiB", caption="every prompt and answer at its limit")
+    shown = Table(title=f"a rank of {world_size}; memory in GiB", caption=LEGEND, caption_justify="left")
     shown.add_column("")
     for name in plans:
         shown.add_column(f"{name} *" if name == chosen else name, justify="right")
@@ -136,15 +157,28 @@ def table(plans: dict[str, Plan], chosen: str, world_size: int) -> Table:
         shown.add_row(label, *values)
 
     for kind in next(iter(plans.values())).memory:
-        row(kind, [f"{made.memory[kind] / GIB:.3f}" for made in plans.values()])
+        row(kind, [_gib(made.memory[kind], kind in made.elsewhere) for made in plans.values()])
     shown.add_section()
-    row("memory in all", [f"{made.total / GIB:.3f}" for made in plans.values()])
+    row("memory at most", [_gib(made.total(at_once)) for made in plans.values()])
     shown.add_section()
     row("completion tokens per step", [f"{made.tokens:,}" for made in plans.values()])
     row("micro-batches per step", [f"{made.micro_batches:,}" for made in plans.values()])
     for kind in ("gradients", "weights", "to the engine"):
         row(f"collectives per step: {kind}", [f"{made.collectives.get(kind, 0):,}" for made in plans.values()])
     return shown
+
+
+def _gib(size: int, elsewhere: bool = False) -> str:
+    return f"({size / GIB:.3f})" if elsewhere else f"{size / GIB:.3f}"
+
+
+def _configured(trainer: Namespace, world_size: int | None) -> tuple[int, str]:
+    """Return the number of ranks, and the strategy that the configuration chooses."""
+    if world_size is None:
+        world_size = configured = ranks(trainer)
+    else:  # to compare with: one device stays one
+        configured = world_size if trainer.devices in ("auto", -1, "-1") else ranks(trainer)
+    return world_size, chosen_strategy(trainer.strategy, configured)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -154,26 +188,35 @@ def main(args: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(list(sys.argv[1:] if args is None else args))
     errors = Console(stderr=True)
     try:
-        world_size = ranks(parsed.trainer) if parsed.world_size is None else parsed.world_size
-        _check(parsed, world_size)
+        world_size, chosen = _configured(parsed.trainer, parsed.world_size)
+        _check(parsed, world_size, chosen)
+        strategy = parsed.trainer.strategy
+        # Nothing of the Trainer is to be made here, where there may be no such device or package.
+        parsed.trainer.update(Namespace(strategy="auto", callbacks=None, logger=None, plugins=None))
         module = parser.instantiate_classes(parsed).model
-        precision = str(parsed.trainer.precision or "32-true")
+        precision = _PRECISIONS.get(str(parsed.trainer.precision or 32), str(parsed.trainer.precision))
         footprint = Footprint.of(module, weights_dtype(precision))
         workload = _workload(parsed, module)
         autocast = torch.bfloat16 if precision == "bf16-mixed" else None
         activations = activation_bytes(module, workload.largest_pack(), autocast)
+        room = room_of_a_rank(parsed.memory_gib, max(world_size // int(parsed.trainer.num_nodes), 1))
+        copies, sharding = _copies(parsed, module, footprint), _sharding(strategy, room.on_device)
     except ConfigError as error:
         errors.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
-    copies = _copies(parsed, module, footprint)
-    plans = {name: plan(name, world_size, footprint, workload, copies, activations) for name in STRATEGIES}
-    chosen, memory = chosen_strategy(parsed.trainer.strategy), _memory(parsed, world_size)
-    Console().print(table(plans, chosen, world_size))
+    at_once = parsed.data.rollout.asynchronous is not None
+    plans = {name: plan(name, world_size, footprint, workload, copies, activations, sharding) for name in STRATEGIES}
+    Console().print(table(plans, chosen, world_size, at_once))
+    print(f"a rank may take {room.bytes / GIB:.2f} GiB: {room.said_by}")
     if footprint.assumed_states:
         errors.print("the optimizer's states are taken to be two float32 numbers for each parameter")
-    fails = [name for name, made in plans.items() if made.total > memory]
+    return _told_of_what_does_not_fit({name: made.total(at_once) for name, made in plans.items()}, room, chosen)
+
+
+def _told_of_what_does_not_fit(totals: dict[str, int], room: Room, chosen: str) -> int:
+    fails = [name for name, total in totals.items() if total > room.bytes]
     for name in fails:
-        print(f"warning: {name} does not fit: {plans[name].total / GIB:.2f} of {memory / GIB:.2f} GiB", file=sys.stderr)
+        print(f"warning: {name} does not fit: {totals[name] / GIB:.2f} of {room.bytes / GIB:.2f} GiB", file=sys.stderr)
     if fails:
         print(
             "  lower model.max_tokens_per_micro_batch, which changes no result, then model.gradient_checkpointing: "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
@@ -61,6 +62,11 @@ class Sizes:
             own = min(max(rows - rank * chunk, 0), chunk)
             total += own * (math.prod(shape[1:]) if shape else 1) * size
         return total
+
+    @property
+    def elements(self) -> int:
+        """How many numbers there are of what is cut."""
+        return sum(math.prod(shape) for shape, _ in self.sharded)
 
 
 @dataclass(frozen=True)
@@ -169,3 +175,23 @@ def _kept(policy: Policy, pack: Pack, autocast: torch.dtype | None) -> int:
         policy.model.base_model(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed)
     own = {tensor.untyped_storage()._cdata for tensor in (*policy.parameters(), *policy.buffers())}
     return sum(tensor.untyped_storage().nbytes() for storage, tensor in seen.items() if storage not in own)
+
+
+def cache_bytes(checkpoint: str, tokens: int, element: int) -> int:
+    """Return the bytes of keys and values that transformers holds of a sequence when its last token is drawn.
+
+    They are those of a forward pass on tensors without memory: grouped heads and sliding windows count as they are.
+
+    Args:
+        checkpoint: The model.
+        tokens: Of the sequence, prompt and completion; the last one is not read.
+        element: Bytes of a number.
+    """
+    model = empty_model(checkpoint)
+    cache = DynamicCache(config=model.config)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model.to_empty(device="cpu")
+        ids = torch.zeros(1, max(tokens - 1, 1), dtype=torch.long)
+        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    held = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    return element * sum(tensor.numel() for tensor in held)  # keys and values, or the state of a recurrent layer

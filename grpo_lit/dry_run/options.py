@@ -6,15 +6,15 @@ from typing import Any
 
 DESCRIPTION = """Say what a run would need of each rank: memory, tokens, micro-batches and collectives of an optimizer
 step, for one process, DDP and FSDP2. Takes the configuration of grpo-lit fit; reads the model's config.json and
-tokenizer settings, and no weights. Every prompt and answer is taken to be as long as it may be. Parameters, gradients
-and optimizer states are exact; activations are those of one micro-batch at model.max_tokens_per_micro_batch, found by
-adding up what autograd would keep; allocators take more, 1.4 times on a CPU. A reference counts as large as the
-policy however it is held; the memory of vLLM's processes is not in the table. The exit status is 1 where the strategy
-of the configuration does not fit."""
+tokenizer settings, and no weights. Every prompt and answer is taken to be as long as it may be. Parameters, gradients,
+optimizer states and the cache of TransformersEngine at the end of a full batch are exact; activations are those of one
+micro-batch at model.max_tokens_per_micro_batch, found by adding up what autograd would keep; allocators take more, 1.4
+times on a CPU. A reference counts as large as the policy however it is held; the memory of vLLM's processes is not in
+the table. The exit status is 1 where the strategy of the configuration does not fit."""
 #: Arguments of ``add_argument`` by the option's name.
 OPTIONS: dict[str, dict[str, Any]] = {
     "--world-size": {"type": int, "help": "Ranks; default: trainer.devices times trainer.num_nodes."},
-    "--memory-gib": {"type": float, "help": "Of a rank; default: the GPU's, or its share of this machine."},
+    "--memory-gib": {"type": float, "help": "Of a rank; default: a GPU's, or its share of this machine or container."},
 }
 
 

@@ -19,6 +19,7 @@ class Workload:
         completion_tokens: Of each completion.
         budget: Most input tokens of a micro-batch.
         share_prefix: One copy of a prompt for its completions.
+        updates: Steps that a rollout is cut into.
     """
 
     prompts: int
@@ -27,11 +28,16 @@ class Workload:
     completion_tokens: int
     budget: int
     share_prefix: bool
+    updates: int = 1
 
     @property
     def tokens(self) -> int:
         """Completion tokens of a step, over all ranks."""
         return self.prompts * self.completions * self.completion_tokens
+
+    def sampled_at_once(self, world_size: int, batch_size: int) -> int:
+        """Return how many sequences of a rollout the engine of a rank draws at a time, at most."""
+        return min(math.ceil(self.prompts * self.updates / world_size) * self.completions, batch_size)
 
     def micro_batches(self, world_size: int) -> int:
         """Return the forward and backward passes of each rank, of which all have as many as the busiest."""

@@ -1,13 +1,15 @@
 """What is said of a model from its configuration is what a real one takes."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
 
-from grpo_lit.dry_run.footprint import Footprint, Sizes, activation_bytes
+from grpo_lit.dry_run.footprint import Footprint, Sizes, activation_bytes, cache_bytes
 from grpo_lit.dry_run.workload import Workload
 from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
@@ -35,7 +37,7 @@ def test_parameters_gradients_and_states_are_exact(tiny_model_path: Path, name: 
     assert told.gradients.bytes() == sum(p.grad.nbytes for p in policy.parameters())
     assert told.states.bytes() == sum(state.nbytes for state in states)
     assert not told.assumed_states
-    assert sum(told.layers) + told.rest == told.parameters.bytes()
+    assert sum(told.layers) + told.rest == told.parameters.bytes() == 4 * told.parameters.elements
     assert len(told.layers) == 2
 
 
@@ -77,3 +79,17 @@ def test_activations_are_those_of_a_real_pass(tiny_model_path: Path, checkpointi
     measured = max(accumulate(size for _, size in taken))
     print(f"{told / 2**20:.1f} MiB told, {measured / 2**20:.1f} measured")
     assert measured / 1.25 < told < 1.25 * measured
+
+
+@pytest.mark.parametrize(("architecture", "heads"), [("llama", 2), ("llama", 1), ("gemma2", 2)])
+def test_the_cache_is_that_of_transformers(tiny_folder: Callable[..., Path], architecture: str, heads: int) -> None:
+    """20 tokens of which the last is not read; Gemma 2 keeps a window of 8 in one of its layers."""
+    folder = str(tiny_folder(architecture, num_key_value_heads=heads))
+    kept = 7 + 19 if architecture == "gemma2" else 2 * 19  # over both layers
+    assert cache_bytes(folder, 20, 2) == kept * heads * 32 * 2 * 2  # heads of 32, keys and values, 2 bytes
+    model = load_model(folder)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(3, 19, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    held = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+    assert held == 3 * cache_bytes(folder, 20, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_lit.dry_run.footprint import Footprint, Sizes
-from grpo_lit.dry_run.plan import Copies, plan
+from grpo_lit.dry_run.plan import Copies, Sharding, plan
 from grpo_lit.dry_run.workload import Workload
 
 #: 2 layers of 6 rows of 10 floats, and 4 rows of embeddings: 480 and 160 bytes. Adam: twice that, and 3 steps.
@@ -29,7 +29,8 @@ WORKLOAD = Workload(8, 4, 20, 10, budget=56, share_prefix=True)
 def test_what_a_rank_of_two_holds(
     strategy: str, parameters: int, optimizer: int, in_transit: int, tokens: int, micro_batches: int
 ) -> None:
-    made = plan(strategy, 2, FOOTPRINT, WORKLOAD, Copies(1, 1, 1.0, engine=640), activations=1000)
+    cache = 2400 if strategy == "single" else 1600  # 24 of 32 sequences at a time, or a rank's 16
+    made = plan(strategy, 2, FOOTPRINT, WORKLOAD, Copies(1, 1, 1.0, engine=640, rows=24, cache=100), activations=1000)
     assert made.memory == {
         "parameters": parameters,
         "gradients": parameters,
@@ -37,10 +38,14 @@ def test_what_a_rank_of_two_holds(
         "reference": parameters,
         "old policy": parameters,
         "engine": 640,
+        "engine's cache": cache,
         "activations": 1000,
         "in transit": in_transit,
     }
-    assert made.total == 4 * parameters + optimizer + 640 + 1000 + in_transit
+    # Gradients, activations and what is in transit are gone while the engine samples.
+    lasting, learning = 3 * parameters + optimizer + 640, parameters + 1000 + in_transit
+    assert made.total() == lasting + max(learning, cache)
+    assert made.total(at_once=True) == lasting + learning + cache
     assert (made.tokens, made.micro_batches) == (tokens, micro_batches)
 
 
@@ -54,3 +59,13 @@ def test_how_often_ranks_wait_for_each_other() -> None:
         "gradients": 4 * 3,
         "to the engine": 3,
     }
+
+
+def test_settings_of_fsdp2_change_what_is_whole_and_where_shards_lie() -> None:
+    copies, settings = Copies(reference=1, old_policy=0, scoring=0.0, engine=0), Sharding(reshard=False, offload=True)
+    made = plan("fsdp2", 2, FOOTPRINT, WORKLOAD, copies, 1000, settings)
+    assert made.memory["in transit"] == 2 * 160 + 2 * 240 + 240  # rest and its gradient, all layers, one's gradient
+    assert made.collectives["weights"] == 4 * 3  # 4 micro-batches, 3 units: none is gathered in backward
+    assert made.memory["parameters"] == 320
+    assert made.total() == 1000 + 1040  # shards and what is made of them lie in the machine's memory
+    assert plan("ddp", 2, FOOTPRINT, WORKLOAD, copies, 1000, settings).elsewhere == ()
