@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from grpo_lit import objectives, rewards
@@ -21,6 +21,7 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.quiet import quieten
 from grpo_lit.rollouts import transformers, vllm, vllm_server
 from grpo_lit.strategies import DeepSpeed
+from grpo_lit.strategies.checks import check_processes, refusal
 from grpo_lit.strategies.reading import inspect
 from grpo_lit.strategies.saving import check_writable
 from grpo_lit.versions import VERSIONS_FILE, note_versions
@@ -57,7 +58,9 @@ class GRPOCLI(LightningCLI):
         parser.link_arguments("model.checkpoint", "data.checkpoint")
 
     def before_instantiate_classes(self) -> None:
-        """Fill in the tokenizer of rewards that name none, and drop the progress bar where none is wanted.
+        """Refuse devices that there are none of, and fill in what one key says of another part.
+
+        That is the tokenizer of rewards that name none; and no progress bar where none is wanted.
 
         Rewards are named by the user, so that no link can point at them. A bar: Lightning refuses
         ``enable_progress_bar: false`` beside one.
@@ -68,6 +71,7 @@ class GRPOCLI(LightningCLI):
             if arguments.get("tokenizer") == "":
                 arguments["tokenizer"] = config.model.checkpoint
         trainer = config.trainer
+        check_processes(trainer)
         if trainer.enable_progress_bar is False and trainer.callbacks:
             trainer.callbacks = [part for part in trainer.callbacks if not part.class_path.endswith("ProgressBar")]
 
@@ -104,6 +108,13 @@ class GRPOCLI(LightningCLI):
                 check_writable(Path(logger.save_dir), "trainer.logger")
 
     before_validate = before_test = before_predict = before_fit
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Make the Trainer; what Lightning has against its settings is the user's to mend."""
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
+            raise refusal(error, self.config[self.subcommand].trainer) from error
 
 
 def run(args: ArgsType = None) -> GRPOCLI:

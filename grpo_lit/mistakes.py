@@ -27,6 +27,8 @@ def condensed(message: str, class_names: Iterable[str] = ()) -> str:
     reasons = [line.strip(" -") for line in message.splitlines() if line.strip() and not _NOISE.search(line)]
     inline = re.findall(r'Parser key "[^"]+": (.+)', message)
     reasons = list(dict.fromkeys(inline + reasons)) or [message.strip()]
+    if own := [reason for reason in reasons if reason.startswith("`")]:
+        reasons = own  # what this project says of a value tells more than the types of the other branches
     for i, reason in enumerate(reasons):
         if unknown := _UNKNOWN_CLASS.search(reason):
             close = difflib.get_close_matches(unknown[1], list(class_names), n=3)

@@ -172,6 +172,7 @@ def test_commands_for_several_machines_parse(
         assert trainer["num_nodes"] == int(given.get("--nnodes") or given["--nodes"])
 
 
+PARALLEL = "{trainer: {strategy: {class_path: grpo_lit.strategies.FSDP2, init_args: {tensor_parallel_size: 2}}}}"
 MISTAKES = {
     "unknown_class": (["--model.objective.surrogate", "TokenKlip"], ["model.objective.surrogate", "TokenKlip"]),
     "wrong_type": (["--data.prompts_per_rollout", "many"], ["data.prompts_per_rollout", "many"]),
@@ -192,6 +193,11 @@ MISTAKES = {
     "missing_config": (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     "bad_bound": (["--model.objective.surrogate.init_args.low", "-1"], ["low"]),
     "half_precision": (["--trainer.precision", "16-true"], ["trainer.precision"]),
+    "no_such_strategy": (["--trainer.strategy", "fsdp3"], ["`trainer.strategy`", "fsdp3"]),
+    "option_of_no_strategy": (["--config", PARALLEL], ["trainer.strategy", "tensor_parallel_size"]),
+    "no_devices": (["--trainer.devices", "0"], ["`trainer.devices`", "0"]),
+    "no_such_device": (["--trainer.accelerator", "tpu"], ["`trainer.accelerator`", "tpu"]),
+    "lightning_refuses": (["--trainer.max_steps", "-5"], ["`trainer.max_steps: -5`"]),
     "no_chat_template": (["--data.template.user", "no placeholder"], ["data.template.user", "{question}"]),
 }
 
