@@ -23,6 +23,8 @@ from grpo_lit.strategies.checkpoint_io import save_atomically
 from grpo_lit.strategies.fsdp import FSDP, whole_weights
 from grpo_lit.strategies.precision import leave_batches
 
+#: What FSDP2 has to say of how a model is sharded; Lightning's own ModelParallelStrategy has nothing.
+_OF_SHARDS = ("reshard_after_forward", "cpu_offload")
 ReferenceDtype = Literal["auto", "float32", "bfloat16", "nf4"]
 
 
@@ -171,9 +173,10 @@ class ModelsModule(EvaluatingModule):
             policy = Policy(load_model(self.checkpoint, dtype))
         strategy = self.trainer.strategy
         policy = policy.requires_grad_(False).eval() if frozen else self._prepared(policy)
-        shard(policy, self._device_mesh["data_parallel"], getattr(strategy, "reshard_after_forward", True))
+        settings = {name: getattr(strategy, name) for name in _OF_SHARDS if hasattr(strategy, name)}
+        shard(policy, self._device_mesh["data_parallel"], **settings)
         if in_shards:
-            read_shards(policy, self.checkpoint, strategy.root_device)
+            read_shards(policy, self.checkpoint, getattr(strategy, "shards_device", strategy.root_device))
         return policy
 
     def _prepared(self, policy: Policy) -> Policy:

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from grpo_lit.errors import ConfigError
@@ -31,19 +31,21 @@ def decoder_layers(policy: Policy) -> list[nn.Module]:
     return layers
 
 
-def shard(policy: Policy, mesh: DeviceMesh, reshard_after_forward: bool = True) -> None:
+def shard(policy: Policy, mesh: DeviceMesh, reshard_after_forward: bool = True, cpu_offload: bool = False) -> None:
     """Shard a policy over a mesh: a group of parameters for each decoder layer, one for the rest.
 
     Args:
         policy: On every rank alike; afterwards its parameters are ``DTensor``s of which a rank holds its share.
         mesh: The data-parallel dimension.
-        reshard_after_forward: Gather a layer again in backward.
+        reshard_after_forward: Gather a layer again in backward. A frozen policy has none, and always lets layers go.
+        cpu_offload: Keep the shards in the machine's memory.
     """
-    for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    # The embeddings and the head: backward needs them at once again; a frozen policy has none and lets them go.
     frozen = not any(parameter.requires_grad for parameter in policy.parameters())
-    fully_shard(policy, mesh=mesh, reshard_after_forward=frozen)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    for layer in decoder_layers(policy):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward or frozen, offload_policy=offload)
+    # The embeddings and the head: backward needs them at once again.
+    fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, offload_policy=offload)
 
 
 @torch.no_grad()

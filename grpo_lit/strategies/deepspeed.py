@@ -17,9 +17,13 @@ from grpo_lit.errors import ConfigError
 class DeepSpeed(DeepSpeedStrategy):
     """Lightning's ``DeepSpeedStrategy``, given an optimizer step of several micro-batches.
 
-    The model is whole on every rank; optimizer states, and with stage 2 gradients, are spread. Stage 3 is refused: it
-    gathers weights for one forward of the whole module, which here is a training step of several.
-    Source: S. Rajbhandari et al., "ZeRO" (https://arxiv.org/abs/1910.02054).
+    The model is whole on every rank; optimizer states, and with stage 2 gradients, are spread. Stage 3, which cuts the
+    weights too, is refused, since it assumes two things that are not so here. A module's weights are read in its own
+    forward alone: the head reads the output layer's in the policy's forward, and once more as it recomputes its logits
+    in backward, when stage 3 has emptied them. And one call of the engine is one forward pass, by whose order of
+    modules weights are fetched ahead and let go: for Lightning the engine is the whole module, and its call a training
+    step, with several forward and backward passes of the policy, and of a reference in between. FSDP2 cuts the same
+    three things. Source: S. Rajbhandari et al., "ZeRO" (https://arxiv.org/abs/1910.02054).
 
     Args:
         stage: 1: optimizer states in shards; 2: gradients too.
@@ -37,7 +41,8 @@ class DeepSpeed(DeepSpeedStrategy):
     ) -> None:
         if stage not in (1, 2):
             raise ConfigError(
-                f"`trainer.strategy.init_args.stage` expected 1 or 2, but got {stage}: for weights in shards use "
+                f"`trainer.strategy.init_args.stage` expected 1 or 2, but got {stage}: stage 3 lets weights go after a "
+                "module's forward, which the head reads again in backward. For weights in shards use "
                 "configs/strategy/fsdp2.yaml"
             )
         if importlib.util.find_spec("deepspeed") is None:

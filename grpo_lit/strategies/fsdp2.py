@@ -4,8 +4,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -24,6 +28,8 @@ class FSDP2(ModelParallelStrategy):
             false: rank 0 gathers all and writes one file, as other strategies do.
         reshard_after_forward: Drop a gathered layer after its forward and gather it again in backward; false keeps it:
             more memory, one gathering less.
+        cpu_offload: Shards of parameters, gradients and optimizer states wait in the machine's memory, where the
+            optimizer steps; a layer is copied to the device when it is gathered.
         process_group_backend: ``nccl``, ``gloo``, ...; ``null``: the device's.
         timeout: Of a collective.
     """
@@ -32,16 +38,42 @@ class FSDP2(ModelParallelStrategy):
         self,
         save_distributed_checkpoint: bool = True,
         reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         super().__init__("auto", 1, save_distributed_checkpoint, process_group_backend, timeout)
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
 
     @override
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
+        if self.cpu_offload and self.root_device.type == "cuda" and self._process_group_backend is None:
+            # Norms are summed, and weights gathered for the engine and for a file, where the shards lie.
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
         super().setup_environment()
+
+    @property
+    def shards_device(self) -> torch.device:
+        """Where the shards lie."""
+        return torch.device("cpu") if self.cpu_offload else self.root_device
+
+    @override
+    def model_to_device(self) -> None:
+        """Move what is not in shards; those lie where they are to be."""
+        if not self.cpu_offload:
+            super().model_to_device()
+            return
+        for name, buffer in self.model.named_buffers():
+            owner, _, last = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[last] = buffer.to(self.root_device)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Make the optimizer's states where the shards lie."""
+        super().setup(trainer)
+        if self.cpu_offload and trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.shards_device)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:

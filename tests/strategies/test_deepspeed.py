@@ -65,17 +65,19 @@ def test_gradients_without_a_step_are_forgotten(strategy: DeepSpeed) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp2", "deepspeed"])
 def test_a_run_on_a_cuda_device(
     name: str, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Classic FSDP with NCCL, and ZeRO; on two CPU processes FSDP is held against one in tests/runs/test_ranks.py."""
+    """FSDP with NCCL, offloaded, and ZeRO; two CPU processes are held against one in tests/runs/test_ranks.py."""
     if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("peer not installed: deepspeed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(OVERLAY)
     files = [CONFIGS / "base.yaml", CONFIGS / f"strategy/{name}.yaml", tmp_path / "tiny.yaml"]
     words = ["fit", *(word for file in files for word in ("--config", str(file)))]
+    if name != "deepspeed":
+        words += ["--trainer.strategy.init_args.cpu_offload", "true"]
     cli = run([*words, f"--model.checkpoint={tiny_model_path}", "--trainer.accelerator=cuda", "--trainer.devices=1"])
     assert cli.trainer.global_step == 5
     assert cli.trainer.callback_metrics["optimization/grad_norm"] > 0
