@@ -20,6 +20,8 @@ _LOOK = 1.0
 #: How long a failing rank waits for the others to read its message, and they for their own end, which a broken
 #: connection mostly brings at once; a collective of NCCL waits for the process group's time-out [s].
 _GRACE = 10.0
+#: A rank that has given no sign for so long was killed, and nobody waits for it [s].
+_SILENCE = 5.0
 #: Most characters of a message.
 _LENGTH = 4000
 #: Of the runs of this process, equal on all ranks: the store outlives a run.
@@ -33,12 +35,14 @@ class FailureWatch(Callback):
     Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C and SIGTERM
     are told too, since ``kill`` may reach one rank alone, but nobody is waited for: where all have it, each ends by
     itself.
+    A rank that is killed (``kill -9``, the machine is out of memory) says nothing: the others find its connections
+    broken, or their launcher ends them, and name it by its silence.
     """
 
     def __init__(self) -> None:
         self._run = f"grpo_lit/{next(_RUNS)}"
         self._finished = threading.Event()
-        self._told = False
+        self._told = self._heard = False
         self._thread: threading.Thread | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -72,13 +76,30 @@ class FailureWatch(Callback):
         try:
             if store.add(f"{self._run}/failures", 1) == 1:
                 store.set(f"{self._run}/message", said)
-            grace = 0.0 if asked else _GRACE
-            told, until = self._acknowledge(), time.monotonic() + grace
-            while told < trainer.world_size and time.monotonic() < until:
-                time.sleep(_LOOK / 10)
-                told = self._acknowledge()
+            elif not asked and not self._heard and store.check([f"{self._run}/message"]):
+                self._print_message()  # what has failed here is a connection to the rank that failed first
+            self._wait_for_others(trainer, 0.0 if asked else _GRACE)
         except torch.distributed.DistError:
             return  # the first rank, which keeps the store, has ended: it was told, or failed itself
+
+    def _wait_for_others(self, trainer: Trainer, grace: float) -> None:
+        """Wait until all ranks know, as far as they are still there, and name those that are not."""
+        store, started, own = _get_default_store(), time.monotonic(), trainer.global_rank
+        others = [rank for rank in range(trainer.world_size) if rank != own]
+        signs, last = dict.fromkeys(others, 0), dict.fromkeys(others, started)
+        silent: list[int] = []
+        while self._acknowledge(own) < trainer.world_size and (now := time.monotonic()) - started < grace:
+            for rank in others:
+                if (sign := store.add(f"{self._run}/alive/{rank}", 0)) != signs[rank]:
+                    signs[rank], last[rank] = sign, now
+            waited_for = [rank for rank in others if not store.check([f"{self._run}/told/{rank}"])]
+            silent = [rank for rank in waited_for if now - last[rank] > _SILENCE]
+            if len(silent) == len(waited_for):
+                break
+            time.sleep(_LOOK / 10)
+        for rank in silent:
+            said = f"rank {rank} has given no sign for {_SILENCE:g} s: it was killed, or its machine is gone"
+            print(said, file=sys.stderr, flush=True)
 
     @classmethod
     def begin(cls, trainer: Any) -> None:
@@ -97,11 +118,11 @@ class FailureWatch(Callback):
         store = _get_default_store()
         try:
             while not store.check([f"{self._run}/message"]):
+                store.add(f"{self._run}/alive/{trainer.global_rank}", 1)
                 if self._finished.wait(_LOOK):
                     return
-            said = store.get(f"{self._run}/message").decode()
-            print(said, file=sys.stderr, flush=True)
-            self._acknowledge()
+            said = self._print_message()
+            self._acknowledge(trainer.global_rank)
         except torch.distributed.DistError:
             said = "the first rank is gone without a word, and ends the run"
         if self._finished.wait(_GRACE):
@@ -113,8 +134,17 @@ class FailureWatch(Callback):
             # The main thread waits in a collective, where no exception reaches it.
             os._exit(1)
 
-    def _acknowledge(self) -> int:
+    def _print_message(self) -> str:
+        self._heard = True
+        said = _get_default_store().get(f"{self._run}/message").decode()
+        print(said, file=sys.stderr, flush=True)
+        return str(said)
+
+    def _acknowledge(self, rank: int) -> int:
         """Count this rank as told, once, and return how many are."""
-        count = _get_default_store().add(f"{self._run}/told", 0 if self._told else 1)
+        store = _get_default_store()
+        count = store.add(f"{self._run}/told", 0 if self._told else 1)
+        if not self._told:
+            store.set(f"{self._run}/told/{rank}", "")
         self._told = True
         return int(count)

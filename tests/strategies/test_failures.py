@@ -85,6 +85,36 @@ def test_ctrl_c_and_sigterm_are_told_and_wait_for_nobody(
     trainer.strategy.launcher.kill.assert_called_once_with(signal.SIGTERM)  # the ranks it started save too
 
 
+def test_a_rank_that_was_killed_is_not_waited_for_and_named(
+    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``kill -9``: the other finds its connection broken, and nobody to tell of it."""
+    monkeypatch.setattr(failures, "_GRACE", 60.0)
+    monkeypatch.setattr(failures, "_SILENCE", 0.5)
+    (killed, its), (rank, trainer) = watch(1), watch(0)
+    killed.setup(its, MODULE, "fit")
+    time.sleep(0.2)
+    killed._stop()  # without a word
+    started = time.monotonic()
+    rank.on_exception(trainer, MODULE, RuntimeError("connection closed"))
+    assert 0.4 < time.monotonic() - started < 10
+    assert "rank 1 has given no sign for 0.5 s: it was killed" in capsys.readouterr().err
+
+
+def test_a_connection_that_broke_first_is_not_taken_for_the_cause(
+    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank that failed is gone before the other has looked into the store."""
+    monkeypatch.setattr(failures, "_GRACE", 0.0)
+    (first, others), (second, its) = watch(1), watch(0)
+    first.on_exception(others, MODULE, ValueError("the cause"))
+    second.on_exception(its, MODULE, RuntimeError("connection closed"))
+    said = capsys.readouterr().err
+    assert "rank 1 failed, and ends the run" in said
+    assert "ValueError: the cause" in said
+    assert "no sign" not in said
+
+
 def test_a_single_process_tells_nobody(watch: Callable) -> None:
     rank, _ = watch(0)
     rank.on_exception(Mock(spec=Trainer, world_size=1), MODULE, ValueError())
