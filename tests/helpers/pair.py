@@ -1,9 +1,12 @@
-"""Two gloo processes that stay: starting Python, torch and a process group takes longer than most of what they do."""
+"""Two gloo processes that stay: starting Python, torch and a process group takes longer than most of what they do.
+
+torchrun starts them, as it would on a cluster.
+"""
 
 import contextlib
 import os
 import pickle
-import socket
+import signal
 import subprocess
 import sys
 import time
@@ -29,10 +32,11 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._processes: list[subprocess.Popen] = []
+        self._torchrun: subprocess.Popen | None = None
         self._connections: list[Connection] = []
+        self._pids: list[int] = []
 
-    def __call__(self, function: Callable, *arguments: Any, seconds: float = 120, **options: Any) -> list[Any]:
+    def __call__(self, function: Callable, *arguments: Any, seconds: float = 240, **options: Any) -> list[Any]:
         """Return what each rank's call returns; none may fail.
 
         Args:
@@ -46,9 +50,9 @@ class Pair:
         assert not failures, "\n".join([*map(str, failures), *self.logs()])
         return [answer[0] for answer in answers]
 
-    def attempt(self, function: Callable, *arguments: Any, seconds: float = 120, **options: Any) -> list[Any]:
+    def attempt(self, function: Callable, *arguments: Any, seconds: float = 240, **options: Any) -> list[Any]:
         """Return for each rank its result in a tuple, or what it failed with, or None where it ended or hung."""
-        if not self._processes:
+        if self._torchrun is None:
             self._start()
         call = pickle.dumps((function.__module__, function.__qualname__, arguments, options))
         for connection in self._connections:
@@ -71,46 +75,51 @@ class Pair:
         return [(self.folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(RANKS)]
 
     def end(self) -> None:
-        """Kill both."""
+        """Kill both, and torchrun."""
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._processes, self._connections = [], []
+        if self._torchrun is not None:
+            self._torchrun.kill()
+            self._torchrun.wait()
+        for pid in self._pids:  # children of torchrun, which waited for them if they had ended
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._torchrun, self._connections, self._pids = None, [], []
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         paths = os.pathsep.join([str(REPO), str(REPO / "tests/helpers"), os.environ.get("PYTHONPATH", "")])
-        common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
-        with Listener() as listener:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        torchrun += ["--nproc-per-node", str(RANKS)]
+        with Listener() as listener, (self.folder / "torchrun.log").open("a") as log:
+            self._torchrun = subprocess.Popen(
+                [*torchrun, __file__, str(listener.address), str(self.folder)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+                stdout=log,
+                stderr=log,
+            )
             listener._listener._socket.settimeout(START)  # a process that ends before it comes would be waited for
-            for rank in range(RANKS):
-                own = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(RANKS)}
-                with (self.folder / f"rank{rank}.log").open("w") as log:
-                    self._processes.append(
-                        subprocess.Popen(
-                            [sys.executable, __file__, str(listener.address)],
-                            env={**os.environ, **common, **own},
-                            stdout=log,
-                            stderr=log,
-                        )
-                    )
-                try:
-                    self._connections.append(listener.accept())  # one after the other, in the order of ranks
-                except TimeoutError:
-                    self.end()
-                    raise AssertionError(f"rank {rank} did not start: {self.logs()[rank]}") from None
+            try:
+                connections = [listener.accept() for _ in range(RANKS)]
+            except TimeoutError:
+                self.end()
+                raise AssertionError(f"a rank did not start: {(self.folder / 'torchrun.log').read_text()}") from None
+        ranks = {(said := connection.recv())[0]: (connection, said[1]) for connection in connections}
+        self._connections, self._pids = ([ranks[rank][i] for rank in range(RANKS)] for i in (0, 1))
 
 
-def serve(address: str) -> None:
+def serve(address: str, folder: str) -> None:
     """Do what the other end asks for, until it is gone."""
     import importlib
     import traceback
 
+    rank = int(os.environ["RANK"])
+    with Path(folder, f"rank{rank}.log").open("w") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
     with Client(address) as connection:
+        connection.send((rank, os.getpid()))
         while True:
             try:
                 module, name, arguments, options = pickle.loads(connection.recv_bytes())
@@ -134,4 +143,4 @@ def leave_alone(last_words: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

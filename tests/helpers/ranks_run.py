@@ -2,15 +2,27 @@
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import yaml
+from lightning.pytorch.strategies import Strategy
 from pair import REPO
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from toys import Record
 
 from grpo_lit.cli import run
+from grpo_lit.policy.checkpoint import empty_model, load_model
+from grpo_lit.policy.policy import Policy
+from grpo_lit.policy.sharding import read_shards, shard
+from grpo_lit.strategies.gradients import clip_gradients
 
 CONFIGS = REPO / "configs"
 
@@ -75,7 +87,48 @@ def fit(
     weights = {name: tensor.detach().clone() for name, tensor in cli.model.named_weights()}
     (record,) = [part for part in cli.trainer.callbacks if isinstance(part, Record)]
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
-    return {"weights": weights, "global_step": cli.trainer.global_step, **record.kept}
+    launcher = type(cli.trainer.strategy.cluster_environment).__name__ if strategy != "single" else ""
+    return {"weights": weights, "global_step": cli.trainer.global_step, "launcher": launcher, **record.kept}
+
+
+def clip_known_gradient() -> dict[str, tuple[float, list[float]]]:
+    """Return, by how a layer is sharded, the norm of its gradient (3, 4), and this rank's share of it clipped at 1."""
+    mesh, clipped = _mesh(), {}
+    for kind in ("fsdp", "fsdp2", "whole"):
+        layer: Any = torch.nn.Linear(1, 2, bias=False)
+        if kind == "fsdp":
+            layer = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+        elif kind == "fsdp2":
+            fully_shard(layer, mesh=mesh)
+        (layer(torch.ones(1, 1)) * torch.tensor([3.0, 4.0])).sum().backward()
+        norm = clip_gradients(Mock(spec=Strategy), layer, list(layer.parameters()), limit=1.0)
+        (gradient,) = [parameter.grad for parameter in layer.parameters()]
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        clipped[kind] = (norm, own.flatten().tolist())
+    return clipped
+
+
+def _mesh() -> DeviceMesh:
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+    return init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
+def peak_of_building(checkpoint: str) -> dict[str, int]:
+    """Return the most bytes that tensors take at a time while a rank gets its shards, and while it loads all."""
+    mesh, peaks = _mesh(), {}
+    for kind in ("shards", "all"):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            if kind == "shards":
+                policy = Policy(empty_model(checkpoint))
+                shard(policy, mesh)
+                read_shards(policy, checkpoint, torch.device("cpu"))
+            else:
+                policy = Policy(load_model(checkpoint))
+        events = profiler.profiler.kineto_results.events()
+        taken = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        peaks[kind] = max(accumulate(size for _, size in taken))
+    return peaks
 
 
 def fail_on_one_rank(folder: str, checkpoint: str, grace: float) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from grpo_lit.callback import RolloutCallback
 from grpo_lit.data.source import PromptSource
+from grpo_lit.data.stream import PromptStream
+from grpo_lit.metrics.rollout import has_signal
 from grpo_lit.rewards.reward import Reward
-from grpo_lit.rollout import Completion, Prompt
+from grpo_lit.rollout import Completion, Group, Prompt
 
 
 @dataclass
@@ -47,6 +51,12 @@ class Constant(Reward):
         return [self.value] * len(completions)
 
 
+def place(prompt: Prompt, size: int = 40) -> int:
+    """Where ``Letters(size)`` asks a prompt in its first pass under the default seed; two ranks take turns."""
+    stream = SimpleNamespace(source=range(size), seed=0, epoch=0)
+    return PromptStream._permutation(stream).index(int(prompt.id.rsplit("/", 1)[1]))
+
+
 class SomePrompts(Reward):
     """EvenShare on every second prompt, 0 on the others: groups with signal and groups without."""
 
@@ -54,6 +64,17 @@ class SomePrompts(Reward):
         if int(prompt.id.rsplit("/", 1)[1]) % 2:
             return [0.0] * len(completions)
         return EvenShare()(prompt, completions)
+
+
+@dataclass
+class Alternating(Reward):
+    """EvenShare, but 0 on the first prompts that the second of two ranks gets where a rollout has more than those."""
+
+    until: int = 8
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        silent = place(prompt) < self.until and place(prompt) % 2
+        return [0.0] * len(completions) if silent else EvenShare()(prompt, completions)
 
 
 class FailsOnOneRank(EvenShare):
@@ -68,6 +89,15 @@ class FailsOnOneRank(EvenShare):
         return super().__call__(prompt, completions)
 
 
+class MaskFirstRank(RolloutCallback):
+    """Masks every sequence that the first of two ranks draws for the first step of 5 prompts, on any number of them."""
+
+    def on_groups_scored(self, trainer: Trainer, module: Any, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if place(group.prompt) in (0, 2, 4):
+                group.masked = [True] * len(group.completions)
+
+
 class Poison(Callback):
     """Makes the third minibatch's log-probs of the sampler NaN, on the first rank alone."""
 
@@ -76,30 +106,29 @@ class Poison(Callback):
             batch.rollout.batch.sampler_logprobs.fill_(float("nan"))
 
 
-class Record(Callback):
+class Record(RolloutCallback):
     """Keeps what a rank saw of a run.
 
     Attributes:
         kept: ``loss``, ``grad_norm`` and ``skipped`` of every step; ``signal``: its sequences with an advantage;
-            ``lengths`` of its answers; ``footprint``: bytes of parameters, gradients and optimizer states before the
-            last step.
+            ``drawn``: for each round of prompts whether each of its groups has signal; ``trained``: its sequences that
+            no mask or filter left out, of each step; ``lengths`` of its answers; ``footprint``: bytes of parameters,
+            gradients and optimizer states before the last step.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, Any] = {
-            "loss": [],
-            "grad_norm": [],
-            "skipped": [],
-            "signal": [],
-            "lengths": [],
-            "footprint": {},
-        }
+        lists = ("loss", "grad_norm", "skipped", "signal", "drawn", "trained", "lengths")
+        self.kept: dict[str, Any] = {**{name: [] for name in lists}, "footprint": {}}
+
+    def on_groups_scored(self, trainer: Trainer, module: Any, groups: Sequence[Group]) -> None:
+        self.kept["drawn"].append([has_signal(group.rewards) for group in groups])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         for name in ("loss", "grad_norm", "skipped"):
             self.kept[name].append(float(trainer.callback_metrics[f"optimization/{name}"]))
         chosen = batch.rollout.batch.select(batch.rollout.updates[batch.update])
         self.kept["signal"].append(int((chosen.advantages != 0).sum()))
+        self.kept["trained"].append(len(chosen.lengths))
         self.kept["lengths"].append(chosen.lengths.tolist())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
