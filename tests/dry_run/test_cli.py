@@ -29,7 +29,7 @@ def test_a_configuration_of_fit_is_put_into_a_table(tiny_model_path: Path, capsy
     assert "a rank may take 4.00 GiB: --memory-gib" in said.out
     assert "* what the configuration chooses" in said.out
     # 64 answers at a time, of a rank of 16 prompts and 8 answers: 2 layers of 95 keys and values of 64 floats.
-    (cache,) = [line for line in said.out.splitlines() if "engine's cache" in line]
+    (cache,) = [line for line in said.out.splitlines() if line.startswith("│ engine's cache")]
     assert cache.count(f"{64 * 2 * 95 * 2 * 64 * 4 / 2**30:.3f}") == 3
 
 

@@ -61,7 +61,7 @@ def run(pair: Pair, ragged_model: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 def assert_equal(two: list[Run], one: Run, atol: float = 1e-6) -> None:
-    """Weights are equal to an absolute 1e-6, losses and norms of gradients to 1e-6 of the largest."""
+    """Weights and losses are equal to 1e-6; norms, of 10^5 squares added in float32, to 5e-6 of the largest."""
     for rank in two:
         assert rank["weights"].keys() == one["weights"].keys()
         for name, tensor in one["weights"].items():
@@ -69,8 +69,8 @@ def assert_equal(two: list[Run], one: Run, atol: float = 1e-6) -> None:
             torch.testing.assert_close(
                 rank["weights"][name], tensor, rtol=0, atol=atol, msg=lambda text, said=said: f"{said}: {text}"
             )
-        for name in ("loss", "grad_norm"):  # of a resumed run, the last ones
-            bound = atol * max(map(abs, one[name]))
+        for name, digits in (("loss", 1), ("grad_norm", 5)):  # of a resumed run, the last ones
+            bound = digits * atol * max(1.0, *map(abs, one[name]))
             assert rank[name] == pytest.approx(one[name][-len(rank[name]) :], rel=0, abs=bound), name
 
 
@@ -99,19 +99,29 @@ def test_two_processes_equal_one(run: Callable[..., list[Run]], ragged_model: st
     assert any(min(step) > 0 for step in zip(*(rank["signal"] for rank in two), strict=True))
 
 
-#: Adam divides a gradient by its own size, so that of one which is all but 0 the rounding decides; by how much an
-#: element may then differ, its derivative says: d/dg lr g / (|g| + eps) <= lr / eps. 3e-8, the rounding of gradients
-#: here, is 1e-8 of a weight at eps 3e-3 and lr 1e-3, and up to lr itself at the usual 1e-8.
-ADAM = "{{class_path: torch.optim.AdamW, init_args: {{lr: 1.0e-3, eps: {eps}, weight_decay: 0.1}}}}"
+#: Adam divides a gradient by its own size: d/dg lr g / (|g| + eps) <= lr / eps, so that of an element whose gradient is
+#: all but 0 the rounding decides, up to lr in a step. Here elements without a gradient have 0 on any number of ranks,
+#: and the others are far above their rounding: with the usual eps of 1e-8 weights are as equal as with SGD.
+ADAM = "{class_path: torch.optim.AdamW, init_args: {lr: 1.0e-3, weight_decay: 0.1}}"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_adam_amplifies_the_rounding_of_gradients_that_are_all_but_zero(
-    run: Callable[..., list[Run]], strategy: str
-) -> None:
-    """Weights are equal to 1e-6 with an eps above the rounding of gradients; below, all but a few of them are."""
-    (one,), two = (run(name, "cispo", "--model.optimizer", ADAM.format(eps="3.0e-3")) for name in ("single", strategy))
+def test_two_processes_equal_one_with_adam(run: Callable[..., list[Run]], strategy: str) -> None:
+    (one,), two = (run(name, "cispo", "--model.optimizer", ADAM) for name in ("single", strategy))
     assert_equal(two, one)
+
+
+def test_adam_leaves_no_more_equal_than_the_rounding_of_gradients() -> None:
+    """Elements of gradients 1e-3 and 1e-9 that differ by 1e-9, in the first step: lr d eps / (|g| + eps)^2."""
+    moved = []
+    for rounding in (0.0, 1e-9):
+        weight = torch.nn.Parameter(torch.zeros(2))
+        weight.grad = torch.tensor([1e-3, 1e-9]) + rounding
+        torch.optim.AdamW([weight], lr=1e-3).step()
+        moved.append(weight.detach())
+    small, large = (moved[1] - moved[0]).abs().tolist()
+    assert small < 1e-9
+    assert large == pytest.approx(1e-3 * (2 / 12 - 1 / 11), rel=1e-3)  # 1e-9 and 2e-9 over what they are with an eps
 
 
 #: Every option of FSDP2 at once; none of them changes a result.
@@ -197,13 +207,12 @@ def test_a_gradient_of_norm_5_is_clipped_to_1_however_it_is_sharded(pair: Pair) 
 
 def test_no_rank_ever_holds_the_whole_model(pair: Pair, tiny_folder: Callable[..., Path]) -> None:
     """Made without memory, cut, and filled by reading no more than a rank keeps: what its tensors take at most."""
-    folder = str(tiny_folder("llama", num_hidden_layers=8))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    size, largest = sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.parameters())
+    folder = str(tiny_folder("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4))
+    sizes = [parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters()]
     for peaks in pair(peak_of_building, folder):
-        print(f"{size} bytes of parameters; at most {peaks}")
-        assert peaks["shards"] < size / 2 + 2 * largest < 0.75 * size
-        assert peaks["all"] >= 0.9 * size
+        print(f"{sum(sizes)} bytes of parameters; at most {peaks}")
+        assert peaks["shards"] < 0.6 * sum(sizes)
+        assert peaks["all"] >= sum(sizes)
 
 
 def test_shards_hold_a_half_and_are_exported(run: Callable[..., list[Run]], ragged_model: str, tmp_path: Path) -> None:

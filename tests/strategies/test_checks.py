@@ -24,7 +24,7 @@ def strategy(name: str, **options: Any) -> Namespace:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"strategy": "fsdp3"}, r"`trainer\.strategy`.*'fsdp3': did you mean fsdp2 or fsdp\?"),
+        ({"strategy": "fsdp3"}, r"`trainer\.strategy`.*'fsdp3': did you mean fsdp or fsdp2\?"),
         ({"strategy": "fsdp2"}, r"`trainer\.strategy`.*--config configs/strategy/fsdp2\.yaml"),
         ({"strategy": "deepspeed_stage_2"}, r"`trainer\.strategy`.*--config configs/strategy/deepspeed\.yaml"),
         ({"strategy": "fsdp_cpu_offload"}, r"`trainer\.strategy`.*--config configs/strategy/fsdp\.yaml"),
