@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from toys import Record
 
 from grpo_lit.cli import run
-from grpo_lit.policy.checkpoint import empty_model, load_model
+from grpo_lit.policy.checkpoint import empty_model
 from grpo_lit.policy.policy import Policy
 from grpo_lit.policy.sharding import read_shards, shard
 from grpo_lit.strategies.gradients import clip_gradients
@@ -114,21 +114,19 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (distributed.get_world_size(),))
 
 
-def peak_of_building(checkpoint: str) -> dict[str, int]:
-    """Return the most bytes that tensors take at a time while a rank gets its shards, and while it loads all."""
-    mesh, peaks = _mesh(), {}
-    for kind in ("shards", "all"):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            if kind == "shards":
-                policy = Policy(empty_model(checkpoint))
-                shard(policy, mesh)
-                read_shards(policy, checkpoint, torch.device("cpu"))
-            else:
-                policy = Policy(load_model(checkpoint))
-        events = profiler.profiler.kineto_results.events()
-        taken = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        peaks[kind] = max(accumulate(size for _, size in taken))
-    return peaks
+def peak_of_building(checkpoint: str) -> int:
+    """Return the most bytes that tensors take at a time while a rank gets its shards of a model.
+
+    The file's mapping is no memory of the rank's: its pages are read as a shard is copied, and can be dropped.
+    """
+    mesh, mapped = _mesh(), [file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        policy = Policy(empty_model(checkpoint))
+        shard(policy, mesh)
+        read_shards(policy, checkpoint, torch.device("cpu"))
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    taken = sorted((event.start_ns(), event.nbytes()) for event in events if abs(event.nbytes()) not in mapped)
+    return max(accumulate(size for _, size in taken))
 
 
 def fail_on_one_rank(folder: str, checkpoint: str, grace: float) -> None:
