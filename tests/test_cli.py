@@ -190,6 +190,7 @@ MISTAKES = {
     "missing_checkpoint": (["--ckpt_path", "nowhere.ckpt"], ["ckpt_path", "nowhere.ckpt", "where nothing is"]),
     "no_checkpoint": (["--ckpt_path", "tiny.yaml"], ["ckpt_path", "tiny.yaml", "cannot be read"]),
     "logs_in_a_file": (["--trainer.logger.init_args.save_dir", "tiny.yaml"], ["trainer.logger", "tiny.yaml"]),
+    "lightnings_accumulation": (["--trainer.accumulate_grad_batches", "2"], ["model.max_tokens_per_micro_batch"]),
     "missing_config": (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     "bad_bound": (["--model.objective.surrogate.init_args.low", "-1"], ["low"]),
     "half_precision": (["--trainer.precision", "16-true"], ["trainer.precision"]),

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +55,17 @@ def place(prompt: Prompt, size: int = 40) -> int:
     """Where ``Letters(size)`` asks a prompt in its first pass under the default seed; two ranks take turns."""
     stream = SimpleNamespace(source=range(size), seed=0, epoch=0)
     return PromptStream._permutation(stream).index(int(prompt.id.rsplit("/", 1)[1]))
+
+
+@dataclass
+class TwoDomains(Letters):
+    """Of the first 5 prompts, the first of two ranks gets all of one domain, the second all of the other."""
+
+    size: int = 40
+
+    def __getitem__(self, index: int) -> Prompt:
+        prompt = super().__getitem__(index)
+        return replace(prompt, domain=("math", "code")[place(prompt, self.size) % 2])
 
 
 class SomePrompts(Reward):

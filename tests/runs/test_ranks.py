@@ -27,7 +27,7 @@ SETTINGS = {
     "grpo": ["--data.prompts_per_rollout", "3"],
     "dapo": ["--data.num_updates", "2", "--data.rollout.asynchronous", "{max_staleness: 7, queue_size: 1}"],
     "gspo": ["--data.prompts_per_rollout", "8"],
-    "cispo": [],
+    "cispo": ["--data.train", "toys.TwoDomains"],
 }
 ALTERNATING = "{{class_path: toys.Alternating, init_args: {{until: {}}}}}"
 Run = dict[str, Any]
@@ -97,6 +97,22 @@ def test_two_processes_equal_one(run: Callable[..., list[Run]], ragged_model: st
     assert second
     assert not any(second)
     assert any(min(step) > 0 for step in zip(*(rank["signal"] for rank in two), strict=True))
+
+
+def logged(folder: Path) -> dict[str, list[float]]:
+    """Return what a run's CSV logger wrote, by name."""
+    with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
+
+
+def test_ranks_that_draw_different_domains_log_both(run: Callable[..., list[Run]]) -> None:
+    """Field bug F5: in the first step one rank has only math, the other only code, and both reduce the same names."""
+    (one,), two = run("single", "cispo"), run("ddp", "cispo")
+    for domain in ("math", "code"):
+        rates = [logged(folder)[f"reward/correct/{domain}"] for folder in (one["folder"], two[0]["folder"])]
+        assert len(rates[0]) == 5
+        assert rates[1] == pytest.approx(rates[0])
 
 
 #: Adam divides a gradient by its own size: d/dg lr g / (|g| + eps) <= lr / eps, so that of an element whose gradient is
@@ -259,19 +275,15 @@ def test_callbacks_shape_and_say_the_same_on_two_processes(run: Callable[..., li
     words = ("--trainer.callbacks", WATCHED, "--trainer.logger", LOGGERS, "--trainer.enable_checkpointing", "false")
     (one,), two = run("single", "dapo", *words), run("ddp", "dapo", *words)
     assert_equal(two, one)
-    logged = []
     for folder in (one["folder"], two[0]["folder"]):
-        logs = folder / "logs" / "version_0"
-        with (logs / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        logged.append({name: [float(row[name]) for row in rows if row[name]] for name in SAME})
         assert list(folder.glob("board/**/events.*"))
-        samples = [json.loads(line) for line in (logs / "samples.jsonl").read_text().splitlines()]
-        assert [sample["step"] for sample in samples] == [0, 1, 2, 3, 4]
-    assert logged[0]["optimization/epsilon_high"] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
-    assert logged[0]["reward/overlong_penalty"][0] < 0
+        lines = (folder / "logs" / "version_0" / "samples.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    said, again = logged(one["folder"]), logged(two[0]["folder"])
+    assert said["optimization/epsilon_high"] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
+    assert said["reward/overlong_penalty"][0] < 0
     for name in SAME:
-        assert logged[1][name] == pytest.approx(logged[0][name]), name
+        assert again[name] == pytest.approx(said[name]), name
 
 
 def test_two_processes_measure_and_write_what_one_does(pair: Pair, tmp_path: Path, tiny_model_path: Path) -> None:
