@@ -35,7 +35,7 @@ _LIKE = {
 }
 LEGEND = (
     "* what the configuration chooses. Every prompt and answer is at its limit. Memory at most: parameters, optimizer, "
-    "reference, old policy and engine last; gradients, activations and what is in transit (gathered layers, buckets of "
+    "reference, old policy and engine stay; gradients, activations and what is in transit (gathered layers, buckets of "
     "gradients) take turns with the engine's cache of keys and values, unless rollouts are drawn ahead. In brackets: "
     "lies in the machine's memory and is not counted."
 )
@@ -199,24 +199,27 @@ def main(args: Sequence[str] | None = None) -> int:
         workload = _workload(parsed, module)
         autocast = torch.bfloat16 if precision == "bf16-mixed" else None
         activations = activation_bytes(module, workload.largest_pack(), autocast)
-        room = room_of_a_rank(parsed.memory_gib, max(world_size // int(parsed.trainer.num_nodes), 1))
-        copies, sharding = _copies(parsed, module, footprint), _sharding(strategy, room.on_device)
+        together = max(world_size // int(parsed.trainer.num_nodes), 1)
+        rooms = {name: room_of_a_rank(parsed.memory_gib, 1 if name == "single" else together) for name in STRATEGIES}
+        copies, sharding = _copies(parsed, module, footprint), _sharding(strategy, rooms["fsdp2"].on_device)
     except ConfigError as error:
         errors.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     at_once = parsed.data.rollout.asynchronous is not None
     plans = {name: plan(name, world_size, footprint, workload, copies, activations, sharding) for name in STRATEGIES}
     Console().print(table(plans, chosen, world_size, at_once))
-    print(f"a rank may take {room.bytes / GIB:.2f} GiB: {room.said_by}")
+    print(f"a rank may take {rooms[chosen].bytes / GIB:.2f} GiB: {rooms[chosen].said_by}")
     if footprint.assumed_states:
         errors.print("the optimizer's states are taken to be two float32 numbers for each parameter")
-    return _told_of_what_does_not_fit({name: made.total(at_once) for name, made in plans.items()}, room, chosen)
+    return tell_what_does_not_fit({name: made.total(at_once) for name, made in plans.items()}, rooms, chosen)
 
 
-def _told_of_what_does_not_fit(totals: dict[str, int], room: Room, chosen: str) -> int:
-    fails = [name for name, total in totals.items() if total > room.bytes]
+def tell_what_does_not_fit(totals: dict[str, int], rooms: dict[str, Room], chosen: str) -> int:
+    """Warn of every strategy that takes more than it may; return the exit status, which is that of the chosen one."""
+    fails = [name for name, total in totals.items() if total > rooms[name].bytes]
     for name in fails:
-        print(f"warning: {name} does not fit: {totals[name] / GIB:.2f} of {room.bytes / GIB:.2f} GiB", file=sys.stderr)
+        sizes = f"{totals[name] / GIB:.2f} of {rooms[name].bytes / GIB:.2f} GiB"
+        print(f"warning: {name} does not fit: {sizes}", file=sys.stderr)
     if fails:
         print(
             "  lower model.max_tokens_per_micro_batch, which changes no result, then model.gradient_checkpointing: "

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from jsonargparse import Namespace
 
-from grpo_lit.dry_run.cli import chosen_strategy, main, ranks
+from grpo_lit.dry_run.cli import chosen_strategy, main, ranks, tell_what_does_not_fit
+from grpo_lit.dry_run.room import GIB, Room
 from grpo_lit.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -41,6 +42,12 @@ def test_what_does_not_fit_is_told_and_fails(tiny_model_path: Path, capsys: pyte
     for name in ("single", "ddp", "fsdp2"):
         assert f"warning: {name} does not fit: " in said.err
     assert "model.max_tokens_per_micro_batch" in said.err
+
+
+def test_one_process_has_the_machine_to_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    rooms = {"single": Room(4 * GIB, "", on_device=False), "ddp": Room(2 * GIB, "", on_device=False)}
+    assert tell_what_does_not_fit(dict.fromkeys(rooms, 3 * 2**30), rooms, "single") == 0
+    assert capsys.readouterr().err.startswith("warning: ddp does not fit: 3.00 of 2.00 GiB")
 
 
 def test_a_mistake_is_answered_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
