@@ -194,4 +194,5 @@ def cache_bytes(checkpoint: str, tokens: int, element: int) -> int:
         ids = torch.zeros(1, max(tokens - 1, 1), dtype=torch.long)
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     held = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return element * sum(tensor.numel() for tensor in held)  # keys and values, or the state of a recurrent layer
+    # Keys and values, or the state of a recurrent layer; beside them lie counters.
+    return element * sum(tensor.numel() for tensor in held if tensor.is_floating_point())
