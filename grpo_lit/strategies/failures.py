@@ -34,9 +34,8 @@ class FailureWatch(Callback):
     The others would wait for the failed rank in their next collective, and its reason would be in its own log only.
     Messages go through the store at which the ranks met: a collective that waits does not block it. Ctrl-C and SIGTERM
     are told too, since ``kill`` may reach one rank alone, but nobody is waited for: where all have it, each ends by
-    itself.
-    A rank that is killed (``kill -9``, the machine is out of memory) says nothing: the others find its connections
-    broken, or their launcher ends them, and name it by its silence.
+    itself. A rank that is killed (``kill -9``, the machine is out of memory) says nothing: the others find its
+    connections broken, or their launcher ends them, and name it by its silence.
     """
 
     def __init__(self) -> None:
