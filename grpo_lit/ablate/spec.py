@@ -31,6 +31,7 @@ class Spec:
         output: Folder of the runs and tables.
         baseline: Name of the runs without any change.
         over: Cumulative count at whose equal values runs are compared too.
+        together: Whether changes are made one after the other too; not where they exclude each other.
     """
 
     base: list[Part]
@@ -40,12 +41,13 @@ class Spec:
     output: Path
     baseline: str = "baseline"
     over: str = "system/tokens_sampled"
+    together: bool = True
 
     def combinations(self) -> list[tuple[str, ...]]:
-        """Return the sets of changes to run: none, each alone, then the first two, the first three, ..."""
+        """Return the sets of changes to run: none, each alone, and, ``together``, the first two, the first three ..."""
         names = tuple(self.overlays)
         alone, together = [(name,) for name in names], [names[:count] for count in range(2, len(names) + 1)]
-        return [(), *alone, *together]
+        return [(), *alone, *(together if self.together else ())]
 
     def title(self, combination: Sequence[str]) -> str:
         """Return what a combination is called in tables."""
@@ -75,12 +77,16 @@ def load_spec(file: Path) -> Spec:
         or not {"base", "overlays", "seeds", "metric", "output"} <= content.keys() <= known
     ):
         keys = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
-        raise ConfigError(f"`spec` expected base, overlays, seeds, metric, output (and baseline, over), but got {keys}")
+        raise ConfigError(
+            f"`spec` expected base, overlays, seeds, metric, output (and baseline, over, together), but got {keys}"
+        )
     if not isinstance(content["overlays"], dict) or not content["overlays"]:
         raise ConfigError(f"`overlays` expected changes by name, but got {content['overlays']!r}")
     for key in ("metric", "output", "baseline", "over"):
         if not isinstance(content.get(key, ""), str):
             raise ConfigError(f"`{key}` expected text, but got {content[key]!r}")
+    if not isinstance(content.get("together", True), bool):
+        raise ConfigError(f"`together` expected true or false, but got {content['together']!r}")
     if not content["metric"].startswith("val/"):
         raise ConfigError(
             f"`metric` expected a held-out accuracy such as val/<set>/greedy, but got {content['metric']}"

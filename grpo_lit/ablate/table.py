@@ -73,11 +73,11 @@ def equal_spent(results: Results) -> float | None:
 
 
 def rows_of(spec: Spec, results: Results) -> list[Row]:
-    """Return the table's rows: the baseline, each change alone, and one after the other."""
+    """Return the table's rows: the baseline, each change alone, and one after the other where they are made so."""
     names = tuple(spec.overlays)
     rows: list[tuple[str, str, tuple[str, ...]]] = [("baseline", spec.baseline, ())]
     rows += [("alone", f"+ {name}", (name,)) for name in names]
-    if len(names) > 1:
+    if spec.together and len(names) > 1:
         rows += [("cumulative", f"+ {name}", names[: i + 1]) for i, name in enumerate(names)]
     place = equal_spent(results)
     return [

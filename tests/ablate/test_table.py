@@ -45,6 +45,8 @@ def test_rows(finished: tuple[Spec, list[Cell]]) -> None:
         ("cumulative", "+ Clip higher", [0, 1]),  # one run, shown in both sections
         ("cumulative", "+ tokens", [0]),
     ]
+    alone = rows_of(replace(spec, together=False), results)
+    assert [row.section for row in alone] == ["baseline", "alone", "alone"]
     base, clip, tokens, _, both = (row.estimates for row in rows)
     assert base["last"].mean == pytest.approx(0.55)
     assert (base["last"].low, base["last"].high) == pytest.approx(t_interval([0.5, 0.6]), abs=1e-5)
