@@ -52,7 +52,7 @@ class TokenBatch:
         rewards: Total reward of each sequence.
         scores: Each reward component of each sequence, NaN where it abstained.
         domain: Index into ``domains`` of each sequence.
-        weight_version: ``global_step`` of the weights that sampled each sequence.
+        weight_version: ``global_step`` of the weights that sampled each sequence, or the first of its tokens.
         advantages: Set by the objective before the first update on a rollout.
         weights: The reduction's weight of each sequence; set per optimizer step.
         old_logprobs: Log-probs under the old policy; ``None`` while they equal the current ones.
@@ -69,6 +69,7 @@ class TokenBatch:
         shadow_weights: Weights of each shadow objective.
         kept_ids: Tokens that the sampler left possible, step after step; ``None``: all of them, everywhere.
         kept_counts: How many of those belong to each token; 0: the whole vocabulary was possible.
+        versions: ``global_step`` of the weights that sampled each token; ``None``: each its sequence's.
         temperature: Sampling temperature, for every log-prob of this batch.
         domains: Names of the domains.
         score_names: Names of the columns of ``scores``.
@@ -100,6 +101,7 @@ class TokenBatch:
     shadow_weights: Float[Tensor, "S M"] | None = None
     kept_ids: Int[Tensor, "E"] | None = None
     kept_counts: TokenInt | None = None
+    versions: TokenInt | None = None
     temperature: float = 1.0
     domains: tuple[str, ...] = ("default",)
     score_names: tuple[str, ...] = ()
@@ -108,6 +110,11 @@ class TokenBatch:
     def sequence(self) -> TokenInt:
         """Which sequence each token belongs to [T]."""
         return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
+
+    @property
+    def token_versions(self) -> TokenInt:
+        """``global_step`` of the weights that sampled each token."""
+        return self.weight_version[self.sequence] if self.versions is None else self.versions
 
     @property
     def kept(self) -> KeptTensors | None:
@@ -137,6 +144,7 @@ class TokenBatch:
         starts = list(accumulate((len(g.completions) for g in groups), initial=0))
         scores = [[_nan_if_none(groups[n].scores[name][i]) for name in score_names] for n, i in rows]
         kept = _kept(completions)
+        crossed = any(c.versions is not None for c in completions)
         return cls(
             prompt_ids=_ints([t for g in groups for t in g.prompt.token_ids]),
             prompt_lengths=_ints([len(g.prompt.token_ids) for g in groups]),
@@ -153,6 +161,7 @@ class TokenBatch:
             sample=_ints([starts[n] + i for n, i in rows]),
             kept_ids=None if kept is None else kept.ids,
             kept_counts=None if kept is None else kept.counts,
+            versions=_ints([v for c in completions for v in c.token_versions]) if crossed else None,
             temperature=temperature,
             domains=domains,
             score_names=tuple(score_names),
@@ -174,6 +183,7 @@ class TokenBatch:
             "old_entropy",
             "selected",
             "kept_counts",
+            "versions",
         )
         per_sequence = (
             "lengths",

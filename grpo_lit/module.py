@@ -281,7 +281,7 @@ class GRPOModule(CheckpointedModule):
 
     def _step_values(self, batch: TokenBatch, output: GradientOutput) -> dict[str, float]:
         rates = output.rates
-        staleness = (self.global_step - batch.weight_version).double()
+        staleness = (self.global_step - batch.token_versions).double()
         rates.add("system/staleness_mean", staleness)
         rates.maximum("system/staleness_max", staleness)
         learning_rate = self.optimizers().param_groups[0]["lr"]

@@ -16,8 +16,8 @@ Everything here is plain Python, so that a checkpoint can hold it and a worker p
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from grpo_lit.errors import ConfigError
@@ -87,8 +87,10 @@ class Completion:
         logprobs: The sampler's own log-prob of each token [nats], after the temperature and among the kept tokens.
         text: The tokens decoded without special tokens.
         finish_reason: ``stop`` when a stop token came (at the cap too), else ``length``.
-        weight_version: ``global_step`` of the weights that sampled it.
+        weight_version: ``global_step`` of the weights that sampled it; of those that sampled its first token, where it
+            went on across a weight update: no token is older.
         kept: The tokens that were possible at each step; ``None``: the whole vocabulary at every step.
+        versions: ``global_step`` of the weights that sampled each token; ``None``: ``weight_version``, all of them.
     """
 
     token_ids: tuple[int, ...]
@@ -97,9 +99,10 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     kept: KeptTokens | None = None
+    versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a completion whose log-probs or kept tokens do not belong to its tokens."""
+        """Refuse a completion whose log-probs, kept tokens or versions do not belong to its tokens."""
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"`logprobs` expected one value per token ({len(self.token_ids)}), but got {len(self.logprobs)}"
@@ -108,6 +111,25 @@ class Completion:
             raise ValueError(
                 f"`kept` expected one set per token ({len(self.token_ids)}), but got {len(self.kept.counts)}"
             )
+        if self.versions is not None:
+            if len(self.token_ids) != len(self.versions):
+                raise ValueError(
+                    f"`versions` expected one per token ({len(self.token_ids)}), but got {len(self.versions)}"
+                )
+            if any(after < before for before, after in pairwise((self.weight_version, *self.versions))):
+                raise ValueError(f"`versions` expected to rise from {self.weight_version}, but got {self.versions}")
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """``global_step`` of the weights that sampled each token."""
+        return (self.weight_version,) * len(self.token_ids) if self.versions is None else self.versions
+
+    def sampled_by(self, versions: Sequence[int]) -> "Completion":
+        """Return the same completion with the version of the weights that sampled each token."""
+        if not versions:
+            return self
+        mixed = versions[0] != versions[-1]
+        return replace(self, weight_version=versions[0], versions=tuple(versions) if mixed else None)
 
 
 @dataclass
@@ -132,6 +154,11 @@ class Group:
     rewards: list[float | None] = field(default_factory=list)
     correct: list[bool | None] = field(default_factory=list)
     masked: list[bool] = field(default_factory=list)
+
+    @property
+    def oldest_version(self) -> int:
+        """``global_step`` of the oldest weights that sampled any token of it."""
+        return min(completion.weight_version for completion in self.completions)
 
     def first(self, count: int) -> "Group":
         """Return the group that its first samples make."""
@@ -167,7 +194,9 @@ def _completion(state: dict[str, Any]) -> Completion:
     kept = state.get("kept")  # checkpoints older than the field have none
     kept = None if kept is None else KeptTokens(tuple(kept["counts"]), kept["ids"])
     tokens = {name: tuple(state[name]) for name in ("token_ids", "logprobs")}
-    return Completion(**{**state, **tokens, "kept": kept})
+    versions = state.get("versions")  # older ones have none of these either
+    versions = None if versions is None else tuple(versions)
+    return Completion(**{**state, **tokens, "kept": kept, "versions": versions})
 
 
 @dataclass(frozen=True)

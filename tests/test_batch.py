@@ -106,6 +106,7 @@ def full(groups):
         shadow_weights=torch.stack([sequences, sequences + 1], 1),
         kept_ids=torch.tensor([1, 9, 3, 3, 8, 9, 2], dtype=torch.int32),
         kept_counts=torch.tensor([2, 0, 1, 3, 1]),
+        versions=torch.arange(5) + 50,
     )
 
 
@@ -126,6 +127,7 @@ def test_select_takes_every_field_of_a_sequence_along(groups):
         assert (getattr(picked, name) - base).tolist() == [2.0, 3.0, 4.0, 0.0, 1.0], name
     assert picked.selected.tolist() == [False, True, True, False, False]
     assert picked.kept_counts.tolist() == [1, 3, 1, 2, 0]
+    assert picked.token_versions.tolist() == [52, 53, 54, 50, 51]
     assert picked.kept_ids.tolist() == [3, 3, 8, 9, 2, 1, 9]
 
 
@@ -178,6 +180,16 @@ def test_without_limits_no_kept_tokens_are_held(groups):
     assert TokenBatch.from_groups(groups, 1.0).kept is None
 
 
+def test_every_token_knows_its_weights_where_some_went_on_across_an_update(groups):
+    batch = TokenBatch.from_groups(groups, 1.0)
+    assert batch.versions is None  # nobody did
+    assert batch.token_versions.tolist() == [3] * 5
+    groups[1].completions = (completion([3, 3, 2]).sampled_by([3, 5, 8]),)
+    batch = TokenBatch.from_groups(groups, 1.0)
+    assert batch.token_versions.tolist() == [3, 3, 3, 5, 8]
+    assert batch.weight_version.tolist() == [3, 3, 3]  # no token of a sequence is older
+
+
 def test_a_sampled_token_that_was_not_possible_is_refused(groups):
     groups[1].completions = (completion([3, 6, 2], kept=[(3, 6), (3, 7), (2,)]),)
     with pytest.raises(ValueError, match="but token 6 is not"):
@@ -192,8 +204,12 @@ def test_a_rollout_in_progress_survives_a_checkpoint_with_its_kept_tokens_or_fro
     again = Rollout.from_state_dict(state).batch
     assert torch.equal(again.kept_ids, batch.kept_ids)
     assert torch.equal(again.kept_counts, batch.kept_counts)
-    del state["batch"]["kept_ids"], state["batch"]["kept_counts"]
-    assert Rollout.from_state_dict(state).batch.kept is None
+    assert torch.equal(again.versions, batch.versions)
+    for name in ("kept_ids", "kept_counts", "versions"):
+        del state["batch"][name]
+    before = Rollout.from_state_dict(state).batch
+    assert before.kept is None
+    assert before.token_versions.tolist() == [3] * 5
 
 
 @pytest.mark.parametrize(

@@ -255,5 +255,6 @@ def _idle_micro_batch(like: TokenBatch) -> tuple[TokenBatch, Pack]:
         shadow_weights=None,
         kept_ids=None,
         kept_counts=None,
+        versions=None,
     )
     return pack_rows(micro, plan_micro_batches(micro, 2, share_prefix=False)[0])
