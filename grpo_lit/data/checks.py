@@ -7,6 +7,7 @@ from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.checkpoint import context_length
 from grpo_lit.rollout import Sampling
+from grpo_lit.rollouts.engine import Engine
 
 #: By the keys of counts below ``data``: their least values.
 _LEAST = {
@@ -47,6 +48,28 @@ def check_sampling(sampling: Sampling, options: RolloutOptions) -> None:
         raise ConfigError(
             f"`data.sampling.completions` expected to be >= 2, but got {sampling.completions}: an advantage "
             "is a comparison within the group"
+        )
+
+
+def check_engine(engine: Engine, sampling: Sampling, options: RolloutOptions) -> None:
+    """Refuse what this engine cannot do.
+
+    Args:
+        engine: Who draws.
+        sampling: How completions are drawn.
+        options: When they are drawn.
+
+    Raises:
+        ConfigError: It cannot sample so, or take weights so, or would sleep while it is to draw ahead.
+    """
+    engine.check_sampling(sampling)
+    if options.asynchronous is None:
+        return
+    engine.check_in_flight(options.asynchronous.in_flight)
+    if engine.rests:
+        raise ConfigError(
+            "`data.engine.sleep` expected none beside `data.rollout.asynchronous`, but both are set: an engine that "
+            "draws ahead is never idle while the learner works. Drop one"
         )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.callback import RolloutHooks
-from grpo_lit.data.checks import check_counts, check_room, check_sampling, check_staleness
+from grpo_lit.data.checks import check_counts, check_engine, check_room, check_sampling, check_staleness
 from grpo_lit.data.curriculum import SolveRates
 from grpo_lit.data.evaluation import Evaluation, EvaluationBatch, answered
 from grpo_lit.data.heldout import HeldOut
@@ -103,6 +103,7 @@ class RolloutDataModule(LightningDataModule):
         check_sampling(sampling, rollout)
         check_counts(self)
         check_staleness(rollout, num_updates * num_epochs)
+        check_engine(engine, sampling, rollout)
 
     # ------------------------------------------------------------------ set-up and end
 
@@ -117,7 +118,6 @@ class RolloutDataModule(LightningDataModule):
                 )
             tokenizer = load_tokenizer(self.checkpoint)
             check_room(self.checkpoint, self.max_prompt_tokens, self.sampling.max_tokens)
-            self.engine.check_sampling(self.sampling)
             self._held_out = HeldOut(self.val, self.template, tokenizer, self.max_prompt_tokens, self.rewards.problem)
             passes_over = self.solve_rates.passes_over if self.solve_rates.settings else None
             self.stream = PromptStream(
@@ -191,6 +191,7 @@ class RolloutDataModule(LightningDataModule):
         elif self.queue.takes_newest and self._started:
             self.sync_weights(in_passing=True)
         self._update += 1
+        self.engine.rest()
         return Minibatch(self._rollout, self._update - 1)
 
     def _new_rollout(self) -> Rollout:
@@ -202,14 +203,16 @@ class RolloutDataModule(LightningDataModule):
         if self.asynchronous is not None:
             oldest = step - self.asynchronous.slack(steps)
             ahead = self.asynchronous.rollouts_ahead(steps, step - self.queue.handover.version)
-        wanted, hooks = self.prompts_per_rollout, RolloutHooks(self.trainer)
-        got = self.collector.collect(wanted, take, self.sampling, self.ranks, step, hooks, oldest)
+        wanted, hooks, ranks = self.prompts_per_rollout, RolloutHooks(self.trainer), self.ranks
+        got = self.collector.collect(wanted, take, self.sampling, ranks, step, hooks, oldest)
         self.solve_rates.record(got.solved)
         coming = [self.collector.first_round(wanted, after) for after in range(ahead)]
-        self.queue.fill(coming, take, self.sampling, self.ranks)
+        self.queue.fill(coming, take, self.sampling, ranks)
         batch = TokenBatch.from_groups(got.groups, self.sampling.temperature, list(self.rewards.rewards))
         places = torch.tensor(got.places, dtype=torch.long)
-        batch = replace(batch, prompt=places[batch.group], stale=batch.weight_version < step)
+        decoupled = self.asynchronous is not None and self.asynchronous.stale_old_policy == "learner"
+        stale = None if decoupled else batch.weight_version < step
+        batch = replace(batch, prompt=places[batch.group], stale=stale)
         plan = UpdatePlan(self.num_updates, self.num_epochs, self.seed + self._rollouts, prompts=got.size)
         self._rollouts += 1
         for name, total in self._left_out().items():

@@ -14,6 +14,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group, Prompt, Sampling
 from grpo_lit.rollouts.handover import Handover
+from grpo_lit.rollouts.in_flight import InFlight
 from grpo_lit.rollouts.sampler import Sampler
 
 
@@ -29,19 +30,31 @@ class Asynchronous:
     Of ``steps = data.num_updates * data.num_epochs`` on a rollout the last is ``steps - 1`` later than the first. With
     ``max_staleness = steps - 1`` nothing is drawn ahead, which is the synchronous run, bit for bit; each further
     ``steps`` let one more rollout be. The ratio of a stale sample compares with the weights that sampled it. Sources:
-    one-step off-policy RLHF (https://arxiv.org/abs/2410.18252), and the staleness bound of AReaL
-    (https://arxiv.org/abs/2505.24298).
+    one-step off-policy RLHF (https://arxiv.org/abs/2410.18252), the staleness bound and interruptible rollouts of AReaL
+    (https://arxiv.org/abs/2505.24298), in-flight updates with old keys and values (https://arxiv.org/abs/2509.19128).
+
+    Where completions go on across a weight update (``in_flight``), every token keeps the version and the log-prob it
+    was sampled with; a sample is as stale as its oldest token. What is drawn then depends on timing.
 
     Args:
         max_staleness: Most optimizer steps between the weights that sample and those that are trained.
-        weight_sync_steps: Optimizer steps after which the engine gets new weights, between two of its calls. A resumed
-            run begins with those of its checkpoint: it equals one never stopped where it got them at that step too.
+        weight_sync_steps: Optimizer steps after which the engine gets new weights; see ``in_flight``. A resumed run
+            begins with those of its checkpoint: it equals one never stopped where it got them at that step too.
         when_stale: ``wait``: nothing is begun that could become too stale, and every rollout has weights that are
             decided beforehand: the same run again gives the same numbers, bit for bit. ``drop``: the engine never waits
             for the learner while the queue has room, and takes the newest weights each time; what is too stale when
             its turn comes is dropped, counted with its lengths, and its prompts are asked again, so that none is
             missed for being slow. What is dropped depends on timing.
         queue_size: Most rollouts drawn ahead.
+        in_flight: When the engine takes new weights. ``wait``: between two of its calls, when all completions are
+            there; the longest is waited for. ``keep``: at once; completions in progress go on behind keys and values
+            of the old weights, so that their later log-probs are of neither policy alone, though near the new one.
+            ``resume``: at once; prompt and tokens so far are computed again, and later log-probs are exactly the new
+            policy's. Corrections of the sampler (``TruncatedIS``, ``MaskedIS``) see each token's own log-prob.
+        stale_old_policy: Old policy of stale samples. ``sampler``: the weights that sampled them; the ratio, and what
+            clips it, then holds all of the gap, and corrections see none. ``learner``: the weights before the first
+            step on the rollout, as for fresh samples; corrections alone then hold the gap (AReaL's decoupled
+            objective). With ``model.old_policy: sampler`` it is the sampler either way.
 
     Raises:
         ConfigError: For a number out of range.
@@ -51,6 +64,8 @@ class Asynchronous:
     weight_sync_steps: int = 1
     when_stale: Literal["wait", "drop"] = "wait"
     queue_size: int = 2
+    in_flight: InFlight = "wait"
+    stale_old_policy: Literal["sampler", "learner"] = "sampler"
 
     def __post_init__(self) -> None:
         """Refuse numbers without meaning."""
@@ -58,6 +73,11 @@ class Asynchronous:
             value = getattr(self, name)
             if value < bound:
                 raise ConfigError(f"`data.rollout.asynchronous.{name}` expected to be >= {bound}, but got {value}")
+
+    @property
+    def takes_newest(self) -> bool:
+        """Whether what is drawn takes the newest weights there are, not those decided for it."""
+        return self.when_stale == "drop" or self.in_flight != "wait"
 
     def slack(self, steps: int) -> int:
         """Return the most staleness that is left for the first of ``steps`` optimizer steps on a rollout."""
@@ -81,7 +101,7 @@ class Drawn:
 
     Attributes:
         groups: Scored, in the order of the round's ``mine``.
-        version: Weights that drew them.
+        version: Weights that drew them; the newest of them, where they changed meanwhile.
         seconds: Of each phase; whoever logs them takes them out.
         counts: What the rewards counted meanwhile; taken out alike.
     """
@@ -182,7 +202,10 @@ class Producer:
         seconds = {"sync": time.perf_counter() - started}
         before = Counter(self.sampler.rewards.counters())
         groups = self.sampler.scored_groups([part.prompts[i] for i in part.mine], part.sampling)
+        self.handover.compare()
         seconds |= self.sampler.take_seconds()
+        seconds["rollout"] -= (through := self.handover.take_seconds())
+        seconds["sync"] += through
         if self.threaded:
             seconds["wait_learner"] = 0.0 if idle_since is None else started - idle_since
         counts = Counter(self.sampler.rewards.counters())

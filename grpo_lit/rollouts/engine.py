@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.rollout import Completion, Request, Sampling
+from grpo_lit.rollouts.in_flight import InFlight, Updates
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Engine(ABC):
     weight_version: int | None = None
     #: Whether the tokens that ``top_p`` or ``min_p`` leave possible can be recorded only beside a ``top_k``.
     kept_needs_top_k = False
+    #: What it can do with completions in progress when new weights come.
+    in_flight: tuple[InFlight, ...] = ("wait",)
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -67,6 +70,32 @@ class Engine(ABC):
         in this order after the temperature, ``kept`` holds what was possible, and log-probs are normalised over it.
         """
 
+    def generate_through(self, requests: Sequence[Request], sampling: Sampling, updates: Updates) -> list[Completion]:
+        """Draw as :meth:`generate` does, and take new weights in the middle of it, as often as there are some.
+
+        Nothing drawn is lost: completions in progress go on, each token's log-prob stays as it was when it was drawn,
+        and says under which weights. An engine whose ``in_flight`` names more than ``wait`` has this method.
+
+        Args:
+            requests: What to draw.
+            sampling: How.
+            updates: Asked between two steps of the model, or several times a second.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes new weights between two calls only")
+
+    def check_in_flight(self, how: InFlight) -> None:
+        """Refuse what this engine cannot do with completions in progress.
+
+        Raises:
+            ConfigError: Names what it can.
+        """
+        if how not in self.in_flight:
+            raise ConfigError(
+                f"`data.rollout.asynchronous.in_flight` expected {' or '.join(self.in_flight)} with "
+                f"{type(self).__name__}, but got {how}: it takes new weights between two calls only. Set it to wait, "
+                "or sample with another engine"
+            )
+
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuse a way of sampling whose kept tokens this engine cannot record exactly.
 
@@ -80,6 +109,17 @@ class Engine(ABC):
                 f"but got 0: what was possible is read from a list of the likeliest tokens, and {name} alone does not "
                 "bound its length. Set a generous top_k (256, say), or sample with TransformersEngine"
             )
+
+    @property
+    def rests(self) -> bool:
+        """Whether :meth:`rest` does anything."""
+        return False
+
+    def rest(self) -> None:  # noqa: B027 (most engines have nothing to give)
+        """Give back memory that the learner can use until the engine is asked again, which wakes it; nothing is drawn.
+
+        Afterwards ``weight_version`` is ``None`` where the weights were given up too: they must be loaded first then.
+        """
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:

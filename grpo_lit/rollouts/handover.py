@@ -1,6 +1,7 @@
 """Weights on their way from the learner to the engine."""
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lit.rollouts.engine import Engine
+from grpo_lit.rollouts.in_flight import Load, Updates
 from grpo_lit.rollouts.staging import wire_dtype
 
 
@@ -53,6 +55,9 @@ class Handover:
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
         self._gap, self._bytes = 0.0, 0
+        #: What the learner says of the weights that came in the middle of a generation, until they are compared.
+        self._unproven: Probe | None = None
+        self._seconds = 0.0
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> None:
         """Load weights now; nothing may be drawn meanwhile.
@@ -91,8 +96,40 @@ class Handover:
                 copy, self._copy = self._copy, None
                 self._load(_emptied(copy.weights), copy.version, copy.probe)
 
+    def take_up_through(self, load: Load) -> bool:
+        """Load the copy that waits, if there is one, in the middle of a generation; see :class:`Updates`.
+
+        Engine and learner are compared by :meth:`compare`, when the engine has time to score the text.
+        """
+        if self._copy is None:  # without the lock: the learner holds it while it copies, and nobody waits for that
+            return False
+        with self._lock:
+            if self._copy is None:
+                return False
+            started, copy, self._copy = time.perf_counter(), self._copy, None
+            load(_emptied(copy.weights), copy.version)
+            self._unproven = copy.probe
+            self._seconds += time.perf_counter() - started
+        return True
+
+    def compare(self) -> None:
+        """Hold engine and learner against each other where weights came in the middle of what was just drawn."""
+        with self._lock:
+            probe, self._unproven = self._unproven, None
+            if probe is not None:
+                self._compare(probe)
+
+    def take_seconds(self) -> float:
+        """Return how long the loads of :meth:`take_up_through` took since the last call [s]."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> None:
         self.engine.load_weights(weights, version)
+        self._unproven = None
+        self._compare(probe)
+
+    def _compare(self, probe: Probe) -> None:
         said = self.engine.score(probe.token_ids)
         gap = sum(abs(a - b) for a, b in zip(probe.logprobs, said, strict=True)) / max(len(said), 1)
         self._gap = max(self._gap, gap) if gap == gap else float("inf")
@@ -115,8 +152,23 @@ class Handover:
     def reset(self) -> None:
         """Forget everything: the engine is closed."""
         with self._lock:
-            self._copy = None
+            self._copy = self._unproven = None
         self.version, self._gap = None, 0.0
+
+
+@dataclass(frozen=True)
+class HandoverUpdates(Updates):
+    """New weights for an engine that is drawing: those that wait in a handover.
+
+    Attributes:
+        handover: Where they wait.
+    """
+
+    handover: Handover
+
+    def take(self, load: Load) -> bool:
+        """Load the weights that wait, if some do."""
+        return self.handover.take_up_through(load)
 
 
 def copied(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> deque[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Group, Prompt, Sampling
 from grpo_lit.rollouts.asynchronous import Asynchronous, Drawn, Producer, Round
-from grpo_lit.rollouts.handover import Handover
+from grpo_lit.rollouts.handover import Handover, HandoverUpdates
 from grpo_lit.rollouts.sampler import Sampler
 
 #: Returns that many new prompts with their epochs, or fewer, the same on every rank.
@@ -58,6 +58,8 @@ class RolloutQueue:
     def __init__(self, sampler: Sampler, settings: Asynchronous | None = None) -> None:
         self.sampler, self.settings = sampler, settings
         self.handover = Handover(sampler.engine)
+        if settings is not None and settings.in_flight != "wait":
+            sampler.updates = HandoverUpdates(settings.in_flight == "resume", self.handover)
         self._producer = Producer(sampler, self.handover, threaded=settings is not None)
         self._rounds: deque[Round] = deque()
         #: Prompts of the first round that were handed out.
@@ -77,7 +79,7 @@ class RolloutQueue:
     @property
     def takes_newest(self) -> bool:
         """Whether what is begun takes the newest weights there are, not those decided for it."""
-        return self.settings is not None and self.settings.when_stale == "drop"
+        return self.settings is not None and self.settings.takes_newest
 
     # ------------------------------------------------------------------ in and out
 
@@ -157,12 +159,12 @@ class RolloutQueue:
             drawn.counts.clear()
             mine = dict(zip(part.mine, drawn.groups, strict=True))
             for place in places:
-                if place in mine:
-                    asked.groups[len(asked.prompts)] = mine[
-                        place
-                    ].copied()  # a checkpoint may yet write what the rewards said
+                if place in mine:  # copied: a checkpoint may yet write what the rewards said
+                    asked.groups[len(asked.prompts)] = mine[place].copied()
                 asked.prompts.append(part.prompts[place])
-                asked.versions.append(drawn.version)
+                # Only who holds a group knows its oldest token; without settings, versions are not brought together.
+                is_known = self.settings is not None and place in mine
+                asked.versions.append(mine[place].oldest_version if is_known else drawn.version)
 
     def _awaited(self, part: Round) -> Drawn:
         started, waits = time.perf_counter(), part.outcome is None

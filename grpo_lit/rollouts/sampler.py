@@ -9,9 +9,10 @@ from itertools import islice
 
 from grpo_lit.errors import EngineError
 from grpo_lit.rewards.combination import RewardCombination
-from grpo_lit.rollout import Group, Prompt, Sampling, group_requests
+from grpo_lit.rollout import Completion, Group, Prompt, Request, Sampling, group_requests
 from grpo_lit.rollouts.dynamic import DynamicSampling
 from grpo_lit.rollouts.engine import Engine
+from grpo_lit.rollouts.in_flight import Updates
 
 
 class Sampler:
@@ -27,6 +28,7 @@ class Sampler:
 
     Attributes:
         ended: Set from another thread to end :meth:`scored_groups` as soon as the group that is being scored is done.
+        updates: Where the engine finds new weights while it draws; ``None``: it gets them between two calls only.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Sampler:
     ) -> None:
         self.engine, self.rewards, self.seed, self.parts, self.dynamic = engine, rewards, seed, parts, dynamic
         self.ended = threading.Event()
+        self.updates: Updates | None = None
         #: Seconds of each phase since the last :meth:`take_seconds`.
         self._seconds = {"rollout": 0.0, "reward": 0.0, "reward_wait": 0.0}
 
@@ -95,13 +98,18 @@ class Sampler:
 
     def _drawn(self, prompts: Sequence[tuple[Prompt, int]], sampling: Sampling, begun: Sequence[Group]) -> list[Group]:
         started, there = time.perf_counter(), len(begun[0].completions) if begun else 0
-        new = iter(self.engine.generate(group_requests(prompts, sampling, self.seed, there), sampling))
+        new = iter(self._completions(group_requests(prompts, sampling, self.seed, there), sampling))
         self._seconds["rollout"] += time.perf_counter() - started
         before = [group.completions for group in begun] or [()] * len(prompts)
         return [
             Group(prompt, epoch, (*first, *islice(new, sampling.completions - there)))
             for (prompt, epoch), first in zip(prompts, before, strict=True)
         ]
+
+    def _completions(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        if self.updates is None:
+            return self.engine.generate(requests, sampling)
+        return self.engine.generate_through(requests, sampling, self.updates)
 
     def _go_on(self) -> None:
         if self.ended.is_set():

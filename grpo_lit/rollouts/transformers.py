@@ -20,6 +20,7 @@ from grpo_lit.errors import EngineError
 from grpo_lit.policy.checkpoint import load_model, load_tokenizer
 from grpo_lit.rollout import Completion, FinishReason, KeptTokens, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
+from grpo_lit.rollouts.in_flight import InFlight, Updates
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,6 +36,8 @@ class TransformersEngine(Engine):
         dtype: Of the engine's copy of the weights.
         device: Where it lives; ``auto``: CUDA where there is one.
     """
+
+    in_flight: tuple[InFlight, ...] = ("wait", "keep", "resume")
 
     def __init__(
         self,
@@ -76,28 +79,38 @@ class TransformersEngine(Engine):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Draw one completion per request, in order; see :class:`Engine`."""
+        return self._generated(requests, sampling, None)
+
+    def generate_through(self, requests: Sequence[Request], sampling: Sampling, updates: Updates) -> list[Completion]:
+        """Draw, and take new weights between any two tokens; see :class:`Engine`."""
+        return self._generated(requests, sampling, updates)
+
+    def _generated(self, requests: Sequence[Request], sampling: Sampling, updates: Updates | None) -> list[Completion]:
         # Prompts of one length together: less padding, and the result does not depend on the order.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         completions: dict[int, Completion] = {}
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
-            drawn = self._draw([requests[i] for i in chosen], sampling)
+            drawn = self._draw([requests[i] for i in chosen], sampling, updates)
             completions |= dict(zip(chosen, drawn, strict=True))
         return [completions[i] for i in range(len(requests))]
 
     @torch.inference_mode()
-    def _draw(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def _draw(self, requests: Sequence[Request], sampling: Sampling, updates: Updates | None) -> list[Completion]:
         model, rows = self._loaded, list(range(len(requests)))
         tokens: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         kept: list[list[list[int]]] = [[] for _ in requests]
+        versions: list[list[int]] = [[] for _ in requests]
         limits = _limits(sampling)
         uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests])
-        step_ids, mask = _left_padded([request.prompt_ids for request in requests], model.device)
-        positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
+        step_ids, mask, positions, cache = _begun(model, [request.prompt_ids for request in requests])
         for step in range(sampling.max_tokens):
             if self._model is None:
                 raise EngineError("the engine was closed while it was sampling")
+            if updates is not None and updates.take(self.load_weights) and updates.recompute:
+                so_far = [(*requests[row].prompt_ids, *tokens[row]) for row in rows]
+                step_ids, mask, positions, cache = _begun(model, so_far)
             logits = model(
                 input_ids=step_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
             ).logits[:, -1]
@@ -105,6 +118,7 @@ class TransformersEngine(Engine):
             for row, token, logprob in zip(rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
                 tokens[row].append(token)
                 logprobs[row].append(logprob)
+                versions[row].append(self.weight_version or 0)
             if drawn.possible is not None:
                 for row, ids in zip(rows, _listed(drawn.possible), strict=True):
                     kept[row].append(ids)
@@ -118,7 +132,8 @@ class TransformersEngine(Engine):
                 cache.batch_select_indices(keep)
                 step_ids, positions, mask, rows = step_ids[keep], positions[keep], mask[keep], [rows[i] for i in going]
         masks = [KeptTokens.of(steps) if sampling.truncates else None for steps in kept]
-        return [self._completion(*row) for row in zip(tokens, logprobs, masks, strict=True)]
+        whole = [self._completion(*row) for row in zip(tokens, logprobs, masks, strict=True)]
+        return [completion.sampled_by(by) for completion, by in zip(whole, versions, strict=True)]
 
     def _completion(self, tokens: list[int], logprobs: list[float], kept: KeptTokens | None) -> Completion:
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -141,6 +156,20 @@ class TransformersEngine(Engine):
         if self._model is None:
             raise EngineError("the engine expected `start` before anything else, but it is not started")
         return self._model
+
+
+class _Begun(NamedTuple):
+    """What the model is called with for the next token of each row, when nothing is cached yet."""
+
+    step_ids: Int[Tensor, "R L"]
+    mask: Int[Tensor, "R L"]
+    positions: Int[Tensor, "R L"]
+    cache: DynamicCache
+
+
+def _begun(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> _Begun:
+    ids, mask = _left_padded(texts, model.device)
+    return _Begun(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config))
 
 
 def _left_padded(

@@ -164,6 +164,14 @@ def test_several_steps_on_a_rollout_count(build: Callable) -> None:
     assert [bool(rollout.batch.stale.all()) for rollout in rollouts[::2]] == [False, True, True, True]
 
 
+def test_stale_samples_are_left_to_corrections_where_that_is_asked_for(build: Callable) -> None:
+    for compared, flagged in (("sampler", [False, True, True]), ("learner", [None, None, None])):
+        rollouts = train(build(Asynchronous(1, stale_old_policy=compared)), range(3))
+        assert staleness(rollouts) == [0, 1, 1]
+        stale = [rollout.batch.stale for rollout in rollouts]
+        assert [None if flags is None else bool(flags.all()) for flags in stale] == flagged
+
+
 def test_a_surplus_that_waits_too_long_is_dropped_and_counted(build: Callable) -> None:
     # Two rollouts ahead are two steps stale when their turn comes, and a bound of two leaves no time to wait.
     class Differ(RecordingEngine):

@@ -185,6 +185,27 @@ def test_too_stale_groups_are_counted_by_length_and_drawn_again_in_their_places(
     assert got.counts == {"r_unreadable": 5}
 
 
+def test_a_group_is_as_old_as_its_oldest_token(build: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, sampler, ask = build(first=2, when_stale="drop", in_flight="keep")
+    assert sampler.updates.handover is queue.handover
+    draw = sampler.scored_groups
+
+    def across(prompts: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Group]:
+        groups = draw(prompts, sampling)
+        for n, group in enumerate(groups):  # the n-th group begins with version 5 + n, and all end with 9
+            (one,) = group.completions
+            group.completions = (one.sampled_by([5 + n, *[9] * (len(one.token_ids) - 1)]),)
+        sampler.engine.weight_version = 9
+        return groups
+
+    monkeypatch.setattr(sampler, "scored_groups", across)
+    sampler.gate.release(1)
+    assert ask(3).versions == [5, 6, 7]
+    sampler.gate.release(2)
+    got = ask(3, oldest=6)  # 5, 6, 7: the first is drawn again, alone, and no better
+    assert (got.versions, got.too_stale, got.dropped) == ([5, 6, 7], 1, [5])
+
+
 def test_a_failure_is_told_at_the_next_look_and_when_it_is_asked_for(build: Callable) -> None:
     queue, sampler, ask = build(first=12)
     ask(0, ahead=[1, 1])

@@ -1,7 +1,9 @@
 """Asynchronous rollouts through the real training path."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from toys import Letters, SomePrompts
 from grpo_lit.data.curriculum import Curriculum
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import EngineError
+from grpo_lit.objectives import Objective, TruncatedIS
 from grpo_lit.rewards import RewardCombination, WeightedReward
 from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.asynchronous import Asynchronous
 from grpo_lit.rollouts.dynamic import DynamicSampling
+from grpo_lit.rollouts.in_flight import InFlight, Load, Updates
 from grpo_lit.rollouts.replay import Replay
 from grpo_lit.rollouts.transformers import TransformersEngine
 
@@ -64,14 +68,16 @@ def without_clocks(figures: dict[str, float]) -> dict[str, float]:
     return {n: v for n, v in figures.items() if not n.startswith(own) and "tokens_per_s" not in n and v == v}
 
 
-@pytest.mark.parametrize(("num_updates", "old_policy"), [(1, "logprobs"), (2, "weights")])
+@pytest.mark.parametrize(
+    ("num_updates", "old_policy", "in_flight"), [(1, "logprobs", "resume"), (2, "weights", "wait")]
+)
 def test_without_slack_it_equals_the_synchronous_run_bit_for_bit(
     make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable, num_updates: int,
-    old_policy: str,
+    old_policy: str, in_flight: InFlight,
 ) -> None:  # fmt: skip
     """Field bug E7."""
     ends, figures = [], []
-    for asynchronous in (None, Asynchronous(max_staleness=num_updates - 1)):
+    for asynchronous in (None, Asynchronous(max_staleness=num_updates - 1, in_flight=in_flight)):
         recorder, module = Recorder(), make_module(optimizer=gentle, old_policy=old_policy)
         rollout = RolloutOptions(DynamicSampling(max_age=0), curriculum=Curriculum(), asynchronous=asynchronous)
         data = make_data(rollout=rollout, num_updates=num_updates)
@@ -127,6 +133,66 @@ def test_a_resumed_run_equals_one_never_stopped_with_everything_on(
     # Validation answers with the weights of its step (before the first, and after 3 and 6), greedy and sampled.
     assert [version for version, greedy in data.engine.calls if greedy] == [0, 3, 6]
     assert not drawing_threads()
+
+
+@dataclass(frozen=True)
+class AtThirdToken(Updates):
+    """Lets new weights wait until every completion has two tokens, and the completions wait for them."""
+
+    inner: Updates
+    engine: TransformersEngine
+    asked: list[int] = field(default_factory=list)
+
+    def take(self, load: Load) -> bool:
+        self.asked.append(1)
+        while (took := len(self.asked) == 3) and not self.inner.take(load):
+            if self.engine._model is None:  # closed: the run has ended
+                return False
+            time.sleep(0.001)
+        return took
+
+
+class AcrossUpdates(Watched):
+    """Takes the weights of the step that waits for its completions in the middle of them."""
+
+    def generate_through(self, requests: Sequence[Request], sampling: Sampling, updates: Updates) -> list[Completion]:
+        if self.weight_version == 0 and not self.calls:
+            return self.generate(requests, sampling)  # the first rollout: nothing new can come
+        self.calls.append((self.weight_version, False))
+        return super().generate_through(requests, sampling, AtThirdToken(updates.recompute, updates, self))
+
+
+def test_completions_that_go_on_across_updates_are_trained_on_with_each_tokens_own_log_prob(
+    make_module: Callable, make_data: Callable, make_trainer: Callable
+) -> None:
+    recorder = Recorder()
+    settings = Asynchronous(1, in_flight="resume", stale_old_policy="learner")
+    data = make_data(engine=AcrossUpdates(), rollout=RolloutOptions(asynchronous=settings))
+    module = make_module(objective=Objective(corrections=[TruncatedIS(cap=10.0)]))
+    kept: list[Any] = []
+
+    class Weighs(Callback):
+        """Holds the gap of the learner to the sampler on the tokens of the old weights and on those of the new."""
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            tokens = batch.rollout.batch
+            said = pl_module.learner.evaluate(pl_module.policy, tokens).logprobs
+            gap = (said - tokens.sampler_logprobs).abs()
+            new = tokens.token_versions == trainer.global_step
+            kept.append((gap[new], gap[~new]))
+
+    trainer = make_trainer(max_steps=4, callbacks=[recorder, Weighs()], num_sanity_val_steps=0)
+    trainer.fit(module, datamodule=data)
+    for step, (batch, figures) in enumerate(zip(recorder.batches, recorder.figures, strict=True)):
+        ages = (step - batch.token_versions).double()
+        assert figures["system/staleness_max"] == float(ages.max()) == min(step, 1)
+        assert figures["system/staleness_mean"] == pytest.approx(float(ages.mean()))
+        assert 0 < float(ages.mean()) < 1 or step == 0
+    for new, old in kept[1:]:
+        # Tokens of the weights that are trained are on-policy, those before are not, though in one completion.
+        assert float(new.max()) < 1e-4 < 1e-2 < float(old.max())
+    # The learner is the old policy of all of them: the gap is what corrections weigh, and all they weigh.
+    assert [figures["system/ess"] < 1 - 1e-4 for figures in recorder.figures] == [False, True, True, True]
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_message(
