@@ -3,7 +3,7 @@
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from grpo_lit.errors import EngineError
@@ -11,6 +11,8 @@ from grpo_lit.errors import EngineError
 T = TypeVar("T")
 #: How long what is being cancelled may take [s].
 _GRACE = 10.0
+#: How often a thread that waits looks at something else [s].
+_LOOK = 0.02
 
 
 class BackgroundLoop:
@@ -21,8 +23,13 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="grpo-lit-servers")
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], look: Callable[[], object] | None = None) -> T:
         """Return what a coroutine returns.
+
+        Args:
+            coroutine: What is waited for.
+            look: Called in this thread again and again meanwhile; it may run other coroutines, and an error of it ends
+                the first one.
 
         Raises:
             EngineError: The loop was closed before it was done.
@@ -33,6 +40,8 @@ class BackgroundLoop:
             coroutine.close()
             raise EngineError("the engine was closed before it could answer") from None
         try:
+            while look is not None and not concurrent.futures.wait([future], _LOOK).done:
+                look()
             return future.result()
         except concurrent.futures.CancelledError:
             raise EngineError("the engine was closed before it could answer") from None

@@ -5,7 +5,7 @@ import logging
 import ssl
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -19,6 +19,9 @@ _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE = 2.0
 #: How long a server that is out may take to say that it is back: every weight update waits for it [s].
 _BACK = 10.0
+#: What a weight update does with completions in progress: it waits for them; it aborts them, and they are drawn anew;
+#: they go on behind the keys and values they have; or these are computed again with the new weights.
+Pause = Literal["wait", "abort", "keep", "resume"]
 #: What a version is called while some weights are new and some are not.
 INCOMPLETE = "incomplete"
 
@@ -103,6 +106,8 @@ class Server:
         self.url, self.patience, self.capacity = url.rstrip("/"), patience, capacity
         #: Version of the weights it has completely; ``None``: it is out, and asked for nothing.
         self.version: str | None = None
+        #: All versions that it has sampled with.
+        self.history: list[str] = []
         #: Completions that wait for it.
         self.load = 0
         #: Requests that failed since one succeeded.
@@ -228,12 +233,14 @@ class Server:
             ) from error
         return answer["results"][0]
 
-    async def begin_update(self, pause: str) -> None:
+    async def begin_update(self, pause: Pause) -> None:
         """Stop sampling and prepare for new weights; from here on the server calls its weights incomplete."""
         sync_s = self.patience.sync_s
         await self.check_health()
         self.version = None
-        await self.call("POST", "/pause", sync_s, params={"mode": pause})
+        keeps = pause in ("keep", "resume")  # `resume` needs the requests until `finish_update` puts them back
+        mode = {"mode": "keep", "clear_cache": False} if keeps else {"mode": pause}
+        await self.call("POST", "/pause", sync_s, params=mode)
         await self.call("POST", "/update_weight_version", sync_s, json={"new_version": INCOMPLETE})
         try:
             await self.call("POST", "/start_weight_update", sync_s)
@@ -253,16 +260,24 @@ class Server:
             if error.is_gone or error.is_late:
                 raise
 
-    async def finish_update(self, version: str) -> None:
+    async def finish_update(self, version: str, pause: Pause) -> None:
         """Take the version, forget cached prefixes, and sample again.
+
+        Args:
+            version: Of the weights.
+            pause: As in :meth:`begin_update`. With ``keep``, prefixes stay cached: those in use cannot be forgotten
+                without the others, and requests of other weights do not find them (see :meth:`generate`).
 
         Raises:
             ServerError: Weights are missing, prefixes could not be forgotten, or it says another version.
         """
         sync_s = self.patience.sync_s
         await self.call("POST", "/finish_weight_update", sync_s, json={"weight_version": version})
-        if not (await self.call("POST", "/reset_prefix_cache", sync_s))["success"]:
+        running = {"reset_running_requests": pause == "resume"}
+        emptied = pause == "keep" or (await self.call("POST", "/reset_prefix_cache", sync_s, params=running))["success"]
+        if not emptied:
             raise ServerError("it kept prefixes of the old weights in its cache: requests were still running")
+        self.history.append(version)  # completions that go on may be there before the answer to this
         await self.call("POST", "/resume", sync_s)
         held = await self.held_version()
         if held != version:

@@ -3,31 +3,15 @@
 import asyncio
 import secrets
 import warnings
-from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_lit.errors import EngineError
-from grpo_lit.rollouts.server import Patience, Server, ServerError
+from grpo_lit.rollouts.server import Patience, Pause, Server, ServerError
+from grpo_lit.rollouts.server_requests import PromptGroup, Tries, first_error, indices_by_key
 
 #: Between two looks at a server that is starting [s].
 _LOOK = 0.5
-
-
-@dataclass(eq=False)
-class _Group:
-    """Requests of one prompt: they go to one server, which computes their prefix once."""
-
-    server: Server
-
-
-@dataclass
-class _Tries:
-    """What one request has been through: how often each server failed it, and which ones were late."""
-
-    count: Counter[Server] = field(default_factory=Counter)
-    late: set[Server] = field(default_factory=set)
 
 
 class ServerPool:
@@ -48,6 +32,9 @@ class ServerPool:
         self._room = asyncio.Event()
         #: Part of every version: the same step of another run is another version.
         self._owner = secrets.token_hex(4)
+        #: Set unless an update is under way: until it is over, nobody knows who is in.
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     @property
     def members(self) -> list[Server]:
@@ -82,8 +69,12 @@ class ServerPool:
                 return None
             await asyncio.sleep(_LOOK)
 
-    async def begin_update(self, pause: str) -> None:
-        """Stop every server, those that were out too, and prepare it for new weights."""
+    async def begin_update(self, pause: Pause) -> None:
+        """Stop every server, those that were out too, and prepare it for new weights.
+
+        With ``keep`` and ``resume`` requests may be in progress; what becomes of one that fails is decided afterwards.
+        """
+        self._settled.clear()
         self._updating = list(self.servers)
         await self._each(lambda server: server.begin_update(pause))
 
@@ -91,9 +82,10 @@ class ServerPool:
         """Give every server one part of the weights, all at the same time."""
         await self._each(lambda server: server.update(update_info))
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_update(self, version: int, pause: Pause) -> None:
         """Take in the servers that have all of the weights."""
-        await self._each(lambda server: server.finish_update(f"{version}-{self._owner}"))
+        await self._each(lambda server: server.finish_update(f"{version}-{self._owner}", pause))
+        self._settled.set()
 
     async def _each(self, step: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         """Do one step of an update on every server that is still part of it.
@@ -132,21 +124,21 @@ class ServerPool:
         await asyncio.gather(*(self._check_version(server) for server in self.members))
         found: list[dict[str, Any]] = [{}] * len(bodies)
 
-        async def answer(index: int, group: _Group) -> None:
+        async def answer(index: int, group: PromptGroup) -> None:
             found[index] = await self._answer(bodies[index], group)
 
         try:
             async with asyncio.TaskGroup() as watching:
                 watch = watching.create_task(self._watch())
                 async with asyncio.TaskGroup() as asking:
-                    for members in _indices_by_key(keys):
-                        group = _Group(await self._server_with_room())
+                    for members in indices_by_key(keys):
+                        group = PromptGroup(await self._server_with_room())
                         group.server.load += len(members)
                         for index in members:
                             asking.create_task(answer(index, group))
                 watch.cancel()
         except ExceptionGroup as errors:
-            raise _first(errors) from errors
+            raise first_error(errors) from errors
         return found
 
     async def answer_of_next(self, body: dict[str, Any], turn: int) -> dict[str, Any]:
@@ -159,12 +151,13 @@ class ServerPool:
         members = self.members
         if not members:
             raise self._none_left("samples")
-        group = _Group(members[turn % len(members)])
+        group = PromptGroup(members[turn % len(members)])
         group.server.load += 1
         return await self._answer(body, group)
 
     async def _server_with_room(self) -> Server:
         while True:
+            await self._settled.wait()
             server = min(self.members, key=lambda server: server.load, default=None)
             if server is None:
                 raise self._none_left("samples")
@@ -173,8 +166,8 @@ class ServerPool:
             self._room.clear()
             await self._room.wait()
 
-    async def _answer(self, body: dict[str, Any], group: _Group) -> dict[str, Any]:
-        tries, server = _Tries(), group.server
+    async def _answer(self, body: dict[str, Any], group: PromptGroup) -> dict[str, Any]:
+        tries, server = Tries(), group.server
         try:
             while True:
                 try:
@@ -184,6 +177,7 @@ class ServerPool:
                     if error.is_late:
                         tries.late.add(server)
                     await self._note_failure(server, error)
+                await self._settled.wait()
                 next_one = self._place(group, tries)
                 server.load, next_one.load = server.load - 1, next_one.load + 1
                 server = next_one
@@ -194,21 +188,25 @@ class ServerPool:
             self._room.set()
 
     async def _try(self, body: dict[str, Any], server: Server) -> dict[str, Any]:
+        await self._settled.wait()
         version = server.version
         if version is None:
             raise ServerError("it is out")
-        answer = await server.generate(body)
+        first = len(server.history) - 1
+        # What is cached of a prefix is found by requests of the same weights alone.
+        answer = await server.generate(body | {"cache_salt": version})
         (choice,) = answer["choices"]
         if choice["finish_reason"] == "abort":
             raise ServerError("it aborted a request")
-        others = {span["version"] for span in choice["weight_versions"] or []} - {version}
+        # Those it had when it was asked, and those that have come since.
+        others = {span["version"] for span in choice["weight_versions"] or []} - {*server.history[first:]}
         if others:
             self._take_out(server, f"it sampled with weights of version {min(others)} instead of {version}")
             raise ServerError(server.last_error)
         server.strikes = 0
         return answer
 
-    def _place(self, group: _Group, tries: _Tries) -> Server:
+    def _place(self, group: PromptGroup, tries: Tries) -> Server:
         """Return who is asked next: the group's server while it will do, else the one with the least to do."""
         fit = [server for server in self.members if tries.count[server] <= self.patience.retries]
         if not fit:
@@ -285,15 +283,3 @@ class ServerPool:
         """Close all connections."""
         for server in self.servers:
             await server.close()
-
-
-def _indices_by_key(keys: Sequence[Hashable]) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
-    return list(groups.values())
-
-
-def _first(errors: ExceptionGroup) -> Exception:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -5,7 +5,8 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.engine import Engine, EngineModel
+from grpo_lit.rollouts.in_flight import InFlight, Updates
 from grpo_lit.rollouts.staging import CudaStage, SharedMemoryStage, Stage
+from grpo_lit.rollouts.vllm_in_flight import drawn_stepwise, versions_of
 from grpo_lit.rollouts.vllm_kept import completion_of
 from grpo_lit.rollouts.vllm_options import (
     VLLMOptions,
@@ -36,9 +39,10 @@ from grpo_lit.rollouts.vllm_process import (
     interruptible,
     own_device,
 )
+from grpo_lit.rollouts.vllm_sleep import Sleep, SleepLevel
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
     from vllm.logprobs import FlatLogprobs
 
 T = TypeVar("T")
@@ -63,10 +67,16 @@ class VLLMEngine(Engine):
         tensor_parallel_size: CUDA devices that share one engine.
         weight_transfer: ``shared_memory`` works everywhere; ``cuda_ipc`` keeps the weights on the CUDA device, which
             the learner and the engine must share.
+        sleep: What the engine does with its device memory while the learner works on the same device. ``none``: it
+            stays. ``level1``: weights go to host memory, keys and values are dropped. ``level2``: both are dropped;
+            the next weight sync brings every weight anyway, so that it costs no host memory and loses nothing. CUDA
+            only, and only where rollouts are not drawn ahead: the engine is never idle then. While it sleeps the
+            learner may fill the device, so ``gpu_memory_utilization`` may be what rollouts alone need.
         extra: Further arguments of ``vllm.LLM``, which win over all others.
     """
 
     kept_needs_top_k = True
+    in_flight: tuple[InFlight, ...] = ("wait", "keep", "resume")
 
     def __init__(
         self,
@@ -78,6 +88,7 @@ class VLLMEngine(Engine):
         enforce_eager: bool | None = None,
         tensor_parallel_size: int = 1,
         weight_transfer: Literal["shared_memory", "cuda_ipc"] = "shared_memory",
+        sleep: SleepLevel = "none",
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.options = VLLMOptions(
@@ -90,7 +101,8 @@ class VLLMEngine(Engine):
             tensor_parallel_size,
             extra,
         )
-        self.weight_transfer = weight_transfer
+        self.weight_transfer, self.sleep = weight_transfer, sleep
+        self._sleep = Sleep(sleep)
         self._llm: LLM | None = None
         self._stage: Stage | None = None
         self._model: EngineModel | None = None
@@ -106,6 +118,7 @@ class VLLMEngine(Engine):
                 "`weight_transfer` expected shared_memory unless learner and engine share one CUDA device, but got "
                 "cuda_ipc: set it to shared_memory"
             )
+        arguments = self.options.arguments(model.path, model.max_length, on_cpu) | self._sleep.arguments(on_cpu)
         rank_zero_info(f"vLLM is starting with {model.path} ...")
         began = time.monotonic()
         atexit.register(_close, weakref.ref(self))
@@ -119,7 +132,7 @@ class VLLMEngine(Engine):
 
             try:
                 with as_engine_error("start"):
-                    self._llm = LLM(**self.options.arguments(model.path, model.max_length, on_cpu))
+                    self._llm = LLM(**arguments)
             finally:
                 self._processes = [process for process in engine_processes() if process not in others]
                 if self._llm is None:
@@ -137,30 +150,69 @@ class VLLMEngine(Engine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every weight, forget cached prefixes, then take the version; a failure closes the engine."""
-        llm, stage = self._started, self._stage
-        assert stage is not None
-        self.weight_version = None
-        try:
-            self._call("take new weights", llm.start_weight_update)
-            for chunk in stage.chunks(weights):
-                self._call("take new weights", partial(llm.update_weights, {"update_info": chunk.to_dict()}))
-            self._call("take new weights", partial(llm.finish_weight_update, weight_version=str(version)))
+        llm = self._started
+        with self._replaced_by(version):
+            self._call("wake its weights", partial(self._sleep.wake_weights, llm))
+            self._send(weights, version)
+            self._call("wake its cache", partial(self._sleep.wake_cache, llm))
             if not self._call("forget cached prefixes", llm.reset_prefix_cache):
                 raise EngineError("vLLM kept prefixes of the old weights in its cache: requests were still running")
+
+    def _load_through(self, recompute: bool, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every weight while requests are in progress, and let them go on."""
+        llm = self._started
+        with self._replaced_by(version):
+            self._call("pause", partial(llm.sleep, level=0, mode="keep"))
+            self._send(weights, version)
+            if recompute:  # running requests go back to the queue, with what they have drawn, and are prefilled anew
+                self._call("forget what is in progress", partial(llm.reset_prefix_cache, reset_running_requests=True))
+            self._call("go on", partial(llm.wake_up, tags=["scheduling"]))
+
+    @contextmanager
+    def _replaced_by(self, version: int | None) -> Iterator[None]:
+        self.weight_version = None
+        try:
+            yield
         except BaseException:
             self.close()  # half the weights are new: nothing may be sampled from that
             raise
         self.weight_version = version
 
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        llm, stage = self._started, self._stage
+        assert stage is not None
+        self._call("take new weights", llm.start_weight_update)
+        for chunk in stage.chunks(weights):
+            self._call("take new weights", partial(llm.update_weights, {"update_info": chunk.to_dict()}))
+        self._call("take new weights", partial(llm.finish_weight_update, weight_version=str(version)))
+
+    @property
+    def rests(self) -> bool:
+        """Whether :meth:`rest` gives memory back."""
+        return self.sleep != "none"
+
+    def rest(self) -> None:
+        """Sleep, where ``sleep`` says so; a failure closes the engine."""
+        if self._llm is not None and self.rests:
+            with self._replaced_by(None if self._sleep.drops_weights else self.weight_version):
+                self._call("sleep", partial(self._sleep.rest, self._llm))
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Draw one completion per request, in order; see :class:`Engine`."""
+        return self._generated(requests, sampling, None)
+
+    def generate_through(self, requests: Sequence[Request], sampling: Sampling, updates: Updates) -> list[Completion]:
+        """Draw, and take new weights between any two steps of vLLM; see :class:`Engine`."""
+        return self._generated(requests, sampling, updates)
+
+    def _generated(self, requests: Sequence[Request], sampling: Sampling, updates: Updates | None) -> list[Completion]:
         if not requests:
             return []
         self.check_sampling(sampling)
         vocabulary = self._started.model_config.get_vocab_size()
         self._check_lengths([len(request.prompt_ids) for request in requests])
         parameters = [self._parameters(request.seed, sampling, vocabulary) for request in requests]
-        outputs = self._run([request.prompt_ids for request in requests], parameters)
+        outputs = self._run([request.prompt_ids for request in requests], parameters, updates)
         return [self._completion(output, sampling, vocabulary) for output in outputs]
 
     def _parameters(self, seed: int, sampling: Sampling, vocabulary: int) -> "SamplingParams":
@@ -172,8 +224,10 @@ class VLLMEngine(Engine):
         (drawn,) = output.outputs
         tokens, found = tuple(drawn.token_ids), cast("FlatLogprobs", drawn.logprobs)
         text = self._started.get_tokenizer().decode(tokens, skip_special_tokens=True)
-        version = self.weight_version or 0
-        return completion_of(tokens, found, text, sampling, vocabulary, self._stops, version)
+        whole = completion_of(tokens, found, text, sampling, vocabulary, self._stops, self.weight_version or 0)
+        if self.weight_version is None:  # its own weights, which have no number
+            return whole
+        return whole.sampled_by(versions_of((s.version, s.start, s.end) for s in drawn.weight_versions or ()))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats]."""
@@ -187,11 +241,26 @@ class VLLMEngine(Engine):
         pairs = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         return [found[token].logprob for found, token in pairs if found is not None]
 
-    def _run(self, prompts: Sequence[tuple[int, ...]], parameters: "list[SamplingParams]") -> "list[RequestOutput]":
+    def _run(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        parameters: "list[SamplingParams]",
+        updates: Updates | None = None,
+    ) -> "list[RequestOutput]":
+        llm = self._started
+        self._call("wake", partial(self._sleep.wake, llm))
+        inputs = self._inputs(prompts)
+        if updates is None:
+            return self._call("sample", partial(llm.generate, inputs, parameters, use_tqdm=False))
+        take = partial(updates.take, partial(self._load_through, updates.recompute))
+        return self._call("sample", partial(drawn_stepwise, llm, inputs, parameters, take))
+
+    def _inputs(self, prompts: Sequence[tuple[int, ...]]) -> "list[TokensPrompt]":
         from vllm import TokensPrompt
 
-        inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        return self._call("sample", partial(self._started.generate, inputs, parameters, use_tqdm=False))
+        # What is cached of a prefix is found by requests of the same weights alone.
+        salt = f"weights {self.weight_version}"
+        return [TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt) for prompt in prompts]
 
     def _call(self, doing: str, function: Callable[[], T]) -> T:
         with as_engine_error(doing):
@@ -205,7 +274,7 @@ class VLLMEngine(Engine):
         """End vLLM's processes and free the shared memory."""
         llm, self._llm = self._llm, None
         stage, self._stage = self._stage, None
-        self.weight_version = None
+        self.weight_version, self._sleep.is_asleep = None, False
         if stage is not None:
             stage.close()
         if llm is not None:

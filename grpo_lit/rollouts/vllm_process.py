@@ -139,9 +139,13 @@ def call_while_alive(processes: Sequence[psutil.Process], function: Callable[[],
         EngineError: A process is gone.
     """
     answer: Future[T] = Future()
+    # A new thread begins on the first device; weights that are handed over in it lie on the caller's.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             answer.set_result(function())
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             answer.set_exception(error)

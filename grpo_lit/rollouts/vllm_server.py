@@ -6,10 +6,10 @@ import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,12 +21,14 @@ from grpo_lit.policy.checkpoint import load_tokenizer
 from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.background import BackgroundLoop
 from grpo_lit.rollouts.engine import Engine, EngineModel
-from grpo_lit.rollouts.serve import is_this_machine
+from grpo_lit.rollouts.in_flight import InFlight, Updates
 from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
-from grpo_lit.rollouts.server import Patience, Server
+from grpo_lit.rollouts.server import Patience, Pause, Server
+from grpo_lit.rollouts.server_checks import agreed_settings, check_addresses
 from grpo_lit.rollouts.server_pool import ServerPool
 from grpo_lit.rollouts.server_process import ServerProcess, end_servers
 from grpo_lit.rollouts.staging import SharedFileStage, SharedMemoryStage, Stage
+from grpo_lit.rollouts.vllm_in_flight import versions_of
 from grpo_lit.rollouts.vllm_kept import ListedLogprobs, completion_of
 from grpo_lit.rollouts.vllm_options import (
     VLLMOptions,
@@ -54,14 +56,17 @@ class VLLMServerEngine(Engine):
         options: How vLLM runs the model on servers started here; those in `urls` have their own from `scripts/serve`,
             and of these only `max_num_seqs` counts: no server is sent more requests at a time.
         transport: How weights reach the servers: `shared_memory` on this machine, `shared_file` through a folder that
-            learner and servers both see. Transfer between GPUs by NCCL is not built.
+            learner and servers both see. Transfer between GPUs by NCCL is not built: a server that dies
+            in a collective call would stop the learner with it.
         transport_folder: The folder of `shared_file`; it needs room for 256 MiB, or for the largest matrix.
-        pause: What a weight update does with completions in progress: `wait` for them, or `abort` them, whereupon they
-            are drawn anew with the new weights.
+        pause: What a weight update between two calls does with completions that are still in progress, such as those
+            that were given up as late: `wait` for them, or `abort` them. What it does in the middle of a call is
+            `data.rollout.asynchronous.in_flight`.
         patience: How long to wait for a server, and how often to ask again.
     """
 
     kept_needs_top_k = True
+    in_flight: tuple[InFlight, ...] = ("wait", "keep", "resume")
 
     def __init__(
         self,
@@ -77,7 +82,7 @@ class VLLMServerEngine(Engine):
         self.urls, self.servers, self.api_key_variable = urls, servers, api_key_variable
         self.options, self.patience = options or VLLMOptions(), patience or Patience()
         self.transport, self.transport_folder, self.pause = transport, transport_folder, pause
-        self._check_arguments()
+        check_addresses(urls, servers, transport, transport_folder)
         self._processes: list[ServerProcess] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._loop: BackgroundLoop | None = None
@@ -86,26 +91,6 @@ class VLLMServerEngine(Engine):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._model: EngineModel | None = None
         self._vocabulary = self._scored = 0
-
-    def _check_arguments(self) -> None:
-        if self.urls is not None and not self.urls:
-            raise ConfigError("`urls` expected at least one address, or null to start servers here, but got []")
-        if self.servers < 1:
-            raise ConfigError(f"`servers` expected at least 1, but got {self.servers}")
-        if (self.transport == "shared_file") != (self.transport_folder is not None):
-            raise ConfigError(
-                f"`transport_folder` expected a folder with `transport: shared_file` and none otherwise, but got "
-                f"{self.transport_folder} with {self.transport}: set both, or neither"
-            )
-        for url in self.urls or ():
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(f"`urls` expected addresses such as http://127.0.0.1:8000, but got {url!r}")
-            if self.transport == "shared_memory" and not is_this_machine(parts.hostname):
-                raise ConfigError(
-                    f"`transport` expected shared_file for a server on another machine, but got shared_memory with "
-                    f"{url}: name a folder that both see, or call this machine 127.0.0.1"
-                )
 
     # ------------------------------------------------------------------ start and end
 
@@ -118,7 +103,9 @@ class VLLMServerEngine(Engine):
             key, urls = self._start_servers(model) if self.urls is None else (self._own_key(), self._own_urls())
             self._loop = BackgroundLoop()
             self._pool = self._loop.run(self._made_pool(urls, key))
-            self._take_settings(self._loop.run(self._pool.start()), model)
+            dtype, self._vocabulary = agreed_settings(self._loop.run(self._pool.start()), model)
+            folder = self.transport_folder
+            self._stage = SharedMemoryStage(dtype) if folder is None else SharedFileStage(dtype, folder)
         except BaseException:
             self.close()
             raise
@@ -160,26 +147,6 @@ class VLLMServerEngine(Engine):
         servers = [Server(url, key, self.patience, capacity, process) for url, process in pairs]
         return ServerPool(servers, self.patience)
 
-    def _take_settings(self, settings: list[dict[str, Any]], model: EngineModel) -> None:
-        for server in settings:
-            if server["logprobs_mode"] != "processed_logprobs":
-                raise ConfigError(
-                    "`urls` expected servers whose logprobs_mode is processed_logprobs (after temperature and top-k), "
-                    f"but got {server['logprobs_mode']}: start them with scripts/serve"
-                )
-            if server["max_length"] < model.max_length:
-                raise ConfigError(
-                    f"`max_length` of scripts/serve expected at least {model.max_length} (data.max_prompt_tokens plus "
-                    f"data.sampling.max_tokens), but got {server['max_length']}: start the server again with more"
-                )
-        kinds = {(server["dtype"], server["vocabulary"]) for server in settings}
-        if len(kinds) > 1:
-            raise ConfigError(f"`urls` expected servers alike, but got dtype and vocabulary {sorted(kinds)}")
-        ((name, self._vocabulary),) = kinds
-        dtype = getattr(torch, name)
-        folder = self.transport_folder
-        self._stage = SharedMemoryStage(dtype) if folder is None else SharedFileStage(dtype, folder)
-
     def close(self) -> None:
         """Give up what is being sampled, and end the servers that were started here."""
         self.weight_version = None
@@ -206,15 +173,18 @@ class VLLMServerEngine(Engine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every weight of all servers that take them; if none does, or the learner fails, the engine closes."""
+        self._load(self.pause, weights, version)
+
+    def _load(self, pause: Pause, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         loop, pool = self._started
         stage = self._stage
         assert stage is not None
         self.weight_version = None
         try:
-            loop.run(pool.begin_update(self.pause))
+            loop.run(pool.begin_update(pause))
             for chunk in stage.chunks(weights):
                 loop.run(pool.update(chunk.to_dict()))
-            loop.run(pool.finish_update(version))
+            loop.run(pool.finish_update(version, pause))
         except BaseException:
             self.close()  # half the weights are new, and the servers say so: nothing may be sampled from that
             raise
@@ -224,6 +194,16 @@ class VLLMServerEngine(Engine):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Draw one completion per request, in order; see :class:`Engine`."""
+        return self._generated(requests, sampling, None)
+
+    def generate_through(self, requests: Sequence[Request], sampling: Sampling, updates: Updates) -> list[Completion]:
+        """Draw, and give all servers new weights while they do; see :class:`Engine`."""
+        load = partial(self._load, "resume" if updates.recompute else "keep")
+        return self._generated(requests, sampling, partial(updates.take, load))
+
+    def _generated(
+        self, requests: Sequence[Request], sampling: Sampling, look: Callable[[], object] | None
+    ) -> list[Completion]:
         loop, pool = self._started
         if not requests:
             return []
@@ -235,7 +215,7 @@ class VLLMServerEngine(Engine):
             _body(request.prompt_ids, sampling_arguments(request.seed, sampling, self._vocabulary, stops))
             for request in requests
         ]
-        answers = loop.run(pool.answers(bodies, prompts))
+        answers = loop.run(pool.answers(bodies, prompts), look)
         return [self._completion(answer, sampling, stops) for answer in answers]
 
     def _completion(self, answer: dict[str, Any], sampling: Sampling, stops: Sequence[int]) -> Completion:
@@ -243,7 +223,11 @@ class VLLMServerEngine(Engine):
         tokens, found = tuple(drawn["token_ids"]), ListedLogprobs.of(drawn["logprobs"]["content"] or ())
         assert self._tokenizer is not None
         text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-        return completion_of(tokens, found, text, sampling, self._vocabulary, stops, self.weight_version or 0)
+        whole = completion_of(tokens, found, text, sampling, self._vocabulary, stops, self.weight_version or 0)
+        if self.weight_version is None:  # their own weights, which have no number
+            return whole
+        spans = [(span["version"], span["start"], span["end"]) for span in drawn["weight_versions"] or ()]
+        return whole.sampled_by(versions_of(spans))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token_t | tokens before t) at temperature 1 for every token but the first [nats].

@@ -14,6 +14,7 @@ import torch
 from limits import possible
 from torch import Tensor
 from transformers import PreTrainedModel
+from updates import ScriptedUpdates, logprobs_across
 
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, Request, Sampling
@@ -179,6 +180,32 @@ def test_new_weights_replace_old_ones_and_what_was_cached_of_them(synced, policy
     scores = torch.tensor(synced.score(long))
     torch.testing.assert_close(scores, logprobs(changed, long[:1], long[1:], 1.0), atol=1e-3, rtol=0)
     assert (scores - logprobs(policy, long[:1], long[1:], 1.0)).abs().max() > 1  # nats: the two policies do differ
+
+
+@needs_vllm
+@pytest.mark.parametrize("keep", [False, True])
+def test_completions_go_on_across_a_sync_and_each_token_is_of_the_weights_it_names(synced, policy, tiny_model, keep):
+    """With ``keep`` the later tokens are the new weights' behind keys and values of the old ones; with ``resume``
+    (``recompute``) they are exactly the new policy's.
+    """
+    changed = tiny_model("llama", seed=1, tie_word_embeddings=True)
+    requests = [Request(prompt, seed) for prompt in PROMPTS for seed in range(3)]
+    # vLLM runs ahead of what this process has seen of it, though not by a hundred tokens.
+    updates = ScriptedUpdates(not keep, {5: (changed.state_dict().items(), 4)})
+    drawn = synced.generate_through(requests, Sampling(1.0, 120), updates)
+    assert (synced.weight_version, any(updates.asked)) == (4, True)
+    crossed = [(r, c) for r, c in zip(requests, drawn, strict=True) if c.versions is not None]
+    assert crossed
+    for request, completion in crossed:
+        assert (completion.weight_version, completion.versions[-1]) == (3, 4)
+        assert list(completion.versions) == sorted(completion.versions)
+        first, found = completion.versions.index(4), torch.tensor(completion.logprobs)
+        before, after = logprobs_across(policy, changed, request.prompt_ids, completion.token_ids, first, keep)
+        torch.testing.assert_close(found[:first], before, atol=1e-3, rtol=0)
+        torch.testing.assert_close(found[first:], after, atol=1e-3, rtol=0)
+    (fresh,) = synced.generate([requests[0]], Sampling(1.0, 16))  # nothing that the old weights cached is found
+    expected = logprobs(changed, PROMPTS[0], fresh.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(fresh.logprobs), expected, atol=1e-3, rtol=0)
 
 
 @needs_vllm

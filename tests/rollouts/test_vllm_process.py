@@ -166,6 +166,15 @@ def test_a_call_gives_the_functions_own_result_or_error(child):
         call_while_alive([child], late)
 
 
+def test_a_call_is_made_on_the_callers_device(child, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, threading.current_thread())))
+    thread = call_while_alive([child], threading.current_thread)
+    assert seen == [(3, thread)] != [(3, threading.current_thread())]
+
+
 def test_a_call_does_not_wait_for_a_process_that_is_gone(child, monkeypatch):
     monkeypatch.setattr(vllm_process, "_LOOK", 0.05)
     child.kill()
