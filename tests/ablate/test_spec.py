@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from grpo_lit.ablate.cells import cells_of
-from grpo_lit.ablate.spec import checked_overrides, load_spec, slug
+from grpo_lit.ablate.spec import checked_overrides, load_spec, settings_of, slug
 from grpo_lit.cli import run
 from grpo_lit.errors import ConfigError
+from grpo_lit.rollouts.asynchronous import Asynchronous
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,8 @@ def test_the_baseline_each_change_alone_and_one_after_the_other(make_spec: Calla
     alone, together = [("a",), ("b",), ("c",)], [("a", "b"), ("a", "b", "c")]
     assert spec.combinations() == [(), *alone, *together]
     assert [spec.title(c) for c in spec.combinations()][::4] == ["GRPO", "+ a + b"]
+    alone_only = make_spec(overlays={name: {"model": {name: 1}} for name in "abc"}, together=False)
+    assert alone_only.combinations() == [(), *alone]
     cells = cells_of(spec, [])
     assert [cell.seed for cell in cells] == [0] * 6 + [1] * 6  # a whole table for the first seed first
 
@@ -60,6 +63,7 @@ def test_a_half_done_run_goes_on_from_its_newest_checkpoint(make_spec: Callable)
     ("changes", "words"),
     [
         ({"extra": 1}, ["extra"]),
+        ({"together": 1}, ["`together`", "1"]),
         ({"seeds": None}, ["seeds", "expected base"]),
         ({"seeds": []}, ["`seeds`"]),
         ({"seeds": [0, 0]}, ["`seeds`", "distinct"]),
@@ -116,6 +120,28 @@ def test_a_run_with_other_settings_is_not_taken_for_this_ones(make_spec: Callabl
 
 def test_folders_are_safe_names() -> None:
     assert slug(["../Clip Higher!", "b"]) == "clip-higher+b"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs/ablation").iterdir()))
+def test_every_shipped_ablation_begins_with_its_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert load_spec(Path("configs/ablation") / name).output == Path("runs/ablation") / name.removesuffix(".yaml")
+    lines = (ROOT / "configs/ablation" / name).read_text().splitlines()
+    assert any(line.startswith(f"#   scripts/ablate configs/ablation/{name}") for line in lines[:4])
+
+
+def test_the_staleness_that_is_compared_is_allowed_and_nothing_else_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = load_spec(Path("configs/ablation/staleness.yaml"))
+    base = [settings_of(part).get("data", {}).get("rollout", {}).get("asynchronous", {}) for part in spec.base]
+    ahead = {}
+    for combination in spec.combinations():
+        parts = [settings_of(part) for name in combination for part in spec.overlays[name]]
+        changes = [part.get("data", {}).get("rollout", {}).get("asynchronous", {}) for part in parts]
+        settings = Asynchronous(**{key: value for part in (*base, *changes) for key, value in part.items()})
+        ahead[combination] = (settings.rollouts_ahead(1, 0), settings.stale_old_policy)
+    four = dict.fromkeys([(), ("truncated IS",), ("masked IS",)], (4, "learner"))
+    assert ahead == four | {("ratio to the sampler",): (4, "sampler"), ("no staleness",): (0, "learner")}
 
 
 def test_the_shipped_ablation_parses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

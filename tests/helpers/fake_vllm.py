@@ -30,8 +30,8 @@ class FakeVLLM:
 
     Args:
         deed: Told the body of each generation and how many came before; returns what happens instead of an answer:
-            ``die``, ``drop`` (the connection), ``freeze`` (every route), ``hang``, ``slow``, ``abort``, ``stale``, an
-            HTTP status, or ``None``.
+            ``die``, ``drop`` (the connection), ``freeze`` (every route), ``hang``, ``slow``, ``abort``, ``stale``,
+            ``across`` (half of the tokens when the next weights are there), an HTTP status, or ``None``.
         fails_at: Routes that answer with status 500.
         port: To listen at; 0: any.
     """
@@ -47,11 +47,13 @@ class FakeVLLM:
         self.settings["vocabulary"] = VOCABULARY
         self.version, self.is_updating, self.is_paused, self.key = "default", False, False, KEY
         self.calls: list[str] = []
+        self.queries: list[str] = []
         self.asked: list[dict[str, Any]] = []
         self.answered: list[dict[str, Any]] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.most_at_once = self._at_once = 0
         self._lock, self.released = threading.Lock(), threading.Event()
+        self.crossing = threading.Event()
         self.is_frozen = False
         self._connections: set[Any] = set()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
@@ -73,7 +75,7 @@ class FakeVLLM:
             def do_GET(self) -> None:
                 length = int(self.headers.get("content-length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else {}
-                path = urlsplit(self.path).path
+                path, fake.queries = urlsplit(self.path).path, [*fake.queries, self.path]
                 if path != "/health" and self.headers.get("authorization") != f"Bearer {fake.key}":
                     status, answer = 401, {"error": "Unauthorized"}
                 else:
@@ -148,22 +150,32 @@ class FakeVLLM:
                 self.released.wait(30)
             if deed == "slow":
                 time.sleep(0.05)
+            spans = [(self.version, 0)]
+            if deed == "across":
+                self.crossing.set()
+                while (self.version in (spans[0][0], "incomplete") or self.is_paused) and not self.released.is_set():
+                    time.sleep(0.002)
+                spans.append((self.version, body["sampling_params"]["max_tokens"] // 2))
             if isinstance(deed, int):
                 return deed, {"error": f"status {deed} as told"}
-            return 200, self._sampled(body, deed)
+            return 200, self._sampled(body, deed, spans)
         finally:
             self._at_once -= 1
 
-    def _sampled(self, body: dict[str, Any], deed: Deed) -> dict[str, Any]:
+    def _sampled(self, body: dict[str, Any], deed: Deed, spans: list[tuple[str, int]]) -> dict[str, Any]:
         sampling = body["sampling_params"]
         tokens = tokens_of(body["token_ids"], sampling.get("seed", 0), sampling["max_tokens"])
-        version = "stale" if deed == "stale" else self.version
+        spans = [("stale", 0)] if deed == "stale" else spans
+        ends = [start for _, start in spans[1:]] + [len(tokens)]
         if deed != "hang":
             self.answered.append(body)
         choice = {
             "token_ids": tokens,
             "finish_reason": "abort" if deed == "abort" else "length",
-            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            "weight_versions": [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(spans, ends, strict=True)
+            ],
             "logprobs": {"content": [{"token_id": t, "logprob": -t / 100, "top_logprobs": []} for t in tokens]},
         }
         prompt_logprobs = [None] + [{str(t): {"logprob": -t / 100}} for t in body["token_ids"][1:]]

@@ -14,6 +14,7 @@ from fake_vllm import KEY, FakeVLLM
 from limits import possible
 from torch import Tensor
 from transformers import PreTrainedModel
+from updates import ScriptedUpdates, logprobs_across
 
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Request, Sampling
@@ -251,6 +252,23 @@ def test_field_bug_e4_new_weights_replace_old_ones_and_what_was_cached_of_them(s
     scores = torch.tensor(synced.score(long))
     torch.testing.assert_close(scores, logprobs(changed, long[:1], long[1:], 1.0), atol=1e-4, rtol=0)
     assert float((scores - before).abs().max()) > 1  # nats: the two policies do differ
+
+
+@needs_vllm
+def test_completions_go_on_across_a_sync_and_each_token_is_of_the_weights_it_names(synced, policy, tiny_model):
+    changed = tiny_model("llama", seed=1, tie_word_embeddings=True)
+    # So many that the ninth look, a sixth of a second later, comes while they are drawn.
+    requests = [Request(PROMPTS[1], seed) for seed in range(48)]
+    updates = ScriptedUpdates(True, {8: (changed.state_dict().items(), 4)})
+    drawn = synced.generate_through(requests, Sampling(1.0, 56), updates)
+    assert synced.weight_version == 4
+    assert {completion.token_versions[-1] for completion in drawn} == {4}
+    for request, completion in zip(requests, drawn, strict=True):
+        first, found = completion.token_versions.index(4), torch.tensor(completion.logprobs)
+        if first:
+            before, after = logprobs_across(policy, changed, request.prompt_ids, completion.token_ids, first, False)
+            torch.testing.assert_close(found, torch.cat([before, after]), atol=1e-3, rtol=0)
+    assert any(completion.versions is not None for completion in drawn)
 
 
 @needs_vllm
