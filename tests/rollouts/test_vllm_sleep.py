@@ -13,7 +13,7 @@ from toys import Letters
 from grpo_lit.data.checks import check_engine
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import ConfigError, EngineError
-from grpo_lit.rollout import Sampling
+from grpo_lit.rollout import Request, Sampling
 from grpo_lit.rollouts.asynchronous import Asynchronous
 from grpo_lit.rollouts.engine import EngineModel
 from grpo_lit.rollouts.staging import SharedMemoryStage
@@ -126,6 +126,34 @@ def test_an_engine_that_draws_ahead_never_sleeps() -> None:
         check_engine(VLLMEngine(sleep="level1"), Sampling(), options)
     check_engine(VLLMEngine(), Sampling(), options)
     check_engine(VLLMEngine(sleep="level1"), Sampling(), RolloutOptions())
+
+
+@pytest.mark.cuda
+@pytest.mark.vllm
+@pytest.mark.parametrize("level", ["level1", "level2"])
+def test_memory_is_free_while_it_sleeps_and_the_new_weights_are_there_when_it_wakes(
+    level: Any, tiny_model: Callable[..., Any], tiny_folder: Callable[..., Path]
+) -> None:
+    """Field bug E4: gibberish after sleep. Written for CUDA, and not run on one yet."""
+    old, new = (tiny_model("llama", seed=seed).to("cuda") for seed in (0, 1))
+    engine = VLLMEngine(dtype="float32", gpu_memory_utilization=0.3, sleep=level)
+    engine.start(EngineModel(str(tiny_folder("llama")), (2, 3), 64))
+    try:
+        engine.load_weights(old.state_dict().items(), 1)
+        awake, total = torch.cuda.mem_get_info()
+        engine.rest()
+        assert torch.cuda.mem_get_info()[0] - awake > 0.2 * total
+        engine.load_weights(new.state_dict().items(), 2)
+        prompt = tuple(range(40, 60))
+        (drawn,) = engine.generate([Request(prompt, 0)], Sampling(1.0, 12))
+        with torch.no_grad():
+            ids = torch.tensor([prompt + drawn.token_ids], device="cuda")
+            said = (
+                new(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+            )
+        torch.testing.assert_close(torch.tensor(drawn.logprobs), said[:, 0].cpu(), atol=1e-2, rtol=0)
+    finally:
+        engine.close()
 
 
 class Sleepy(RecordingEngine):
