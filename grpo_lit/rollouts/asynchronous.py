@@ -204,8 +204,9 @@ class Producer:
         groups = self.sampler.scored_groups([part.prompts[i] for i in part.mine], part.sampling)
         self.handover.compare()
         seconds |= self.sampler.take_seconds()
-        seconds["rollout"] -= (through := self.handover.take_seconds())
-        seconds["sync"] += through
+        if through := self.handover.take_seconds():
+            seconds["rollout"] -= through
+            seconds["sync"] += through
         if self.threaded:
             seconds["wait_learner"] = 0.0 if idle_since is None else started - idle_since
         counts = Counter(self.sampler.rewards.counters())
