@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo_lit.policy.cpu_attention import attend
+from grpo_lit.policy.cpu_attention import attend, fits
 
 #: Name under which transformers knows :func:`packed_attention`.
 PACKED = "grpo_lit_packed"
@@ -201,7 +201,8 @@ def packed_attention(
     outputs = []
     for table in layout.tables:
         q, k, v = _gathered(query, table.queries), _gathered(key, table.keys), _gathered(value, table.keys)
-        output = attend(q, k, v, table.bias, scaling) if products else _fused(q, k, v, table.mask, scaling)
+        held = products and fits(q, k)
+        output = attend(q, k, v, table.bias, scaling) if held else _fused(q, k, v, table.mask, scaling)
         outputs.append(output.flatten(0, 1).flatten(1))
     joined = nn.functional.embedding(layout.source, torch.cat(outputs))
     return joined.view(1, len(layout.source), query.shape[1], -1), None

@@ -7,17 +7,23 @@ stay in the cache, and query heads that share keys are rows of one product, whic
     dV = P^T dO     dS = P (dO V^T - rowsum(dO V^T * P))     dQ = scale dS K     dK = scale dS^T Q
 
 Scores and their gradients are rounded to bf16, as by attention without a fused kernel, and computed again in backward.
+What all keys of a sequence have in common adds the same to all scores of a query, which changes no probability but
+rounds the scores to nothing where it is large, as behind the biases of Qwen2's keys: it is taken off before.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-#: Scores held at a time: 2 MiB of bf16.
+#: Scores held at a time, where those of one key head are no more: 2 MiB of bf16.
 SCORES = 2**20
+#: Most scores of one key head [128 MiB of bf16]: longer sequences are for the kernel that holds none.
+MOST = 2**26
 
 
 def attend(
@@ -39,31 +45,37 @@ def attend(
     return _Attention.apply(query, key, value, bias, scale)
 
 
+def fits(query: Float[Tensor, "B Q A D"], key: Float[Tensor, "B W C D"]) -> bool:
+    """Return whether the scores of one key head may be held at once."""
+    return query.shape[1] * (query.shape[2] // key.shape[2]) * key.shape[1] <= MOST
+
+
 class _Attention(torch.autograd.Function):
     """Autograd of :func:`attend`; see there."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
         shape, heads = query.shape, key.shape[2]
-        query, key, value = _by_head(query, heads) * scale, _by_head(key, heads), _by_head(value, heads)
+        query, key, value = _by_head(query, heads) * scale, _by_head(_centred(key), heads), _by_head(value, heads)
         output = value.new_empty(*query.shape[:3], value.shape[3])
         with torch.autocast("cpu", enabled=False):
-            for rows, probs in _probabilities(query, key, bias):
-                torch.bmm(probs, value[rows].flatten(0, 1), out=output[rows].flatten(0, 1))
+            for here, probs in _probabilities(query, key, bias):
+                torch.bmm(probs, value[here].flatten(0, 1), out=output[here].flatten(0, 1))
         ctx.save_for_backward(query, key, value, bias)
         ctx.scale = scale
         return _by_token(output, shape[2])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias = ctx.saved_tensors
         attention_heads, heads = grad.shape[2], key.shape[1]
         grad = _by_head(grad, heads)
         grads = [torch.empty_like(part) for part in (query, key, value)]
         with torch.autocast("cpu", enabled=False):
-            for rows, probs in _probabilities(query, key, bias):
-                q, k, v, g = (part[rows].flatten(0, 1) for part in (query, key, value, grad))
-                to_query, to_key, to_value = (part[rows].flatten(0, 1) for part in grads)
+            for here, probs in _probabilities(query, key, bias):
+                q, k, v, g = (part[here].flatten(0, 1) for part in (query, key, value, grad))
+                to_query, to_key, to_value = (part[here].flatten(0, 1) for part in grads)
                 torch.bmm(probs.transpose(1, 2), g, out=to_value)
                 scores = torch._softmax_backward_data(torch.bmm(g, v.transpose(1, 2)), probs, -1, probs.dtype)
                 torch.bmm(scores, k, out=to_query)
@@ -89,14 +101,22 @@ def _by_token(rows: Float[Tensor, "B C N D"], heads: int) -> Float[Tensor, "B Q 
     return rows.unflatten(2, (-1, heads // rows.shape[1])).transpose(1, 2).flatten(2, 3)
 
 
+def _centred(key: Float[Tensor, "B W C D"]) -> Float[Tensor, "B W C D"]:
+    """Return keys less their mean; rows of dS add up to 0, so neither dQ nor dK changes."""
+    wide = key.to(torch.promote_types(key.dtype, torch.float32))
+    return (wide - wide.mean(1, keepdim=True)).to(key.dtype)
+
+
 def _probabilities(
     query: Float[Tensor, "B C N D"], key: Float[Tensor, "B C W D"], bias: Float[Tensor, "B Q W"]
-) -> Iterator[tuple[slice, Float[Tensor, "n N W"]]]:
-    """Yield the probabilities of some sequences at a time, all heads of each."""
+) -> Iterator[tuple[tuple[slice, slice], Float[Tensor, "n N W"]]]:
+    """Yield the probabilities of some sequences at a time, all heads of each, or of some heads of a long one."""
     (sequences, heads, rows, _), (queries, width) = query.shape, bias.shape[1:]
-    step = max(1, SCORES // (heads * rows * width))
-    for start in range(0, sequences, step):
-        here = slice(start, start + step)
+    together = max(1, SCORES // (rows * width))
+    step, several = max(1, together // heads), min(together, heads)
+    for start, head in product(range(0, sequences, step), range(0, heads, several)):
+        here = slice(start, start + step), slice(head, head + several)
         scores = torch.bmm(query[here].flatten(0, 1), key[here].flatten(0, 1).transpose(1, 2))
-        scores.view(-1, heads, queries, rows // queries, width).add_(bias[here, None, :, None])
+        grouped = scores.view(-1, min(several, heads - head), queries, rows // queries, width)
+        grouped.add_(bias[here[0], None, :, None])
         yield here, torch.softmax(scores, -1)

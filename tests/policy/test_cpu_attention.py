@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_lit.policy import cpu_attention
+from grpo_lit.policy import attention, cpu_attention
 from grpo_lit.policy.attention import Branch, Table, make_layout, packed_attention
 from grpo_lit.policy.cpu_attention import attend
 
@@ -27,7 +27,7 @@ def formula(
     return torch.einsum("baqw,bwae->bqae", scores.softmax(-1), value)
 
 
-@pytest.mark.parametrize("held", [1, 2 * 8 * 6 * 2, 2**20], ids=["one", "two", "all"])
+@pytest.mark.parametrize("held", [1, 2 * 8 * 6, 2 * 8 * 6 * 2, 2**20], ids=["head", "one", "two", "all"])
 def test_value_and_gradient_are_the_formulas(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "SCORES", held)
     *tensors, bias = inputs(torch.float64)
@@ -66,6 +66,45 @@ def test_bf16_is_about_as_near_the_truth_as_the_fused_kernel() -> None:
         kernel = outcome(torch.bfloat16)
     for a, b, t in zip(ours, kernel, true, strict=True):
         assert 0 < (a - t).norm() < 1.7 * (b - t).norm() < 0.02 * t.norm()
+
+
+def test_what_all_keys_have_in_common_costs_no_precision() -> None:
+    query, key, value, bias = inputs(torch.float64)
+    exact = [part.detach().bfloat16() for part in (query + 1.0, key + 16.0, value)]
+
+    def outcome(dtype: torch.dtype) -> list[torch.Tensor]:
+        parts = [part.to(dtype).requires_grad_() for part in exact]
+        output = attend(*parts, bias.to(dtype), 0.3)
+        return [part.double() for part in (output.detach(), *torch.autograd.grad(output.square().sum(), parts))]
+
+    # Scores are about 24, which bf16 tells apart in steps of 0.125.
+    for a, t in zip(outcome(torch.bfloat16), outcome(torch.float64), strict=True):
+        assert 0 < (a - t).norm() < 0.015 * t.norm()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    query, key, value, bias = inputs(torch.float64)
+    (grad,) = torch.autograd.grad(attend(query, key, value, bias, 0.3).square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_sequences_whose_scores_take_too_much_go_to_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_layout([Branch((0, 3), (3, 2)), Branch((0, 3), (5, 1))], 6, masks=True)
+    parts = [torch.randn(1, heads, 6, 8, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    whole, _ = packed_attention(torch.nn.Module(), *parts, None, layout=layout)
+    kernels: list[torch.Size] = []
+
+    def kernel(query: torch.Tensor, *rest: object) -> torch.Tensor:
+        kernels.append(query.shape)
+        return original(query, *rest)
+
+    original = attention._fused
+    monkeypatch.setattr(attention, "_fused", kernel)
+    monkeypatch.setattr(cpu_attention, "MOST", 2 * 3 * 3)  # the prompt's scores for two query heads
+    output, _ = packed_attention(torch.nn.Module(), *parts, None, layout=layout)
+    assert kernels == [(1, 2, 4, 8)]  # the completion of two tokens, with 2 x 2 x 5 scores
+    torch.testing.assert_close(output, whole, atol=0.03, rtol=0.03)
 
 
 def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float) -> torch.Tensor:
