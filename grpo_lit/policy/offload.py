@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 #: Smaller tensors stay where they are: a copy takes longer to start than they take to move [bytes].
 WORTH_MOVING = 2**20
@@ -27,11 +28,13 @@ def offloaded(weights: nn.Module, device: torch.device, least: int = WORTH_MOVIN
         least: Smallest tensor that is [bytes].
     """
     pinned = device.type == "cuda"
-    stays = {parameter.untyped_storage().data_ptr() for parameter in weights.parameters()}
+    # A shard has no memory to ask for. What shards are gathered to is a parameter, of other memory than now.
+    whole = [parameter for parameter in weights.parameters() if not isinstance(parameter, DTensor)]
+    stays = {parameter.untyped_storage().data_ptr() for parameter in whole}
 
     def pack(tensor: Tensor) -> Tensor | _Moved:
         size = tensor.numel() * tensor.element_size()
-        weight = tensor.untyped_storage().data_ptr() in stays or _is_cast_weight(tensor)
+        weight = tensor.untyped_storage().data_ptr() in stays or _is_weight(tensor)
         if tensor.device != device or size < least or weight:
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
@@ -44,8 +47,10 @@ def offloaded(weights: nn.Module, device: torch.device, least: int = WORTH_MOVIN
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _is_cast_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is what autocast made of a weight, which all micro-batches of a step share."""
+def _is_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor is a weight, or what autocast made of one, which all micro-batches of a step share."""
+    if isinstance(tensor, nn.Parameter):
+        return True
     node = tensor.grad_fn
     while node is not None and node.name() in ("TBackward0", "TransposeBackward0", "ToCopyBackward0"):
         node = node.next_functions[0][0]

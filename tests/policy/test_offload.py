@@ -1,14 +1,20 @@
 """Activations that wait elsewhere: the same gradient, and weights that stay."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy.offload import offloaded
+from grpo_lit.policy.packing import Pack
+from grpo_lit.policy.policy import Policy
+from grpo_lit.policy.sharding import shard, whole
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -37,6 +43,35 @@ def test_gradients_are_the_same_and_no_weight_is_moved(
     layers = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)]
     assert len(sizes) > 2 * model.config.num_hidden_layers * 5
     assert not set(sizes) & set(layers)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_gathered_shards_are_weights_too(architecture: str, tiny_model: Callable, mesh: DeviceMesh) -> None:
+    # A shard has no storage to ask for its address, and GPT-2's layers save their weights as they are.
+    policy = Policy(tiny_model(architecture))
+    weights = {parameter.numel() for parameter in policy.parameters() if parameter.dim() > 1}
+    shard(policy, mesh)
+
+    def gradient(context: AbstractContextManager) -> list[torch.Tensor]:
+        policy.zero_grad()
+        with context:
+            output = policy(Pack(IDS, torch.arange(5)[None], None, torch.arange(4)), IDS[0, 1:], 1.0)
+        output.logprobs.sum().backward()
+        return [whole(parameter.grad).clone() for parameter in policy.parameters()]
+
+    hooks, sizes = offloaded(policy, IDS.device, least=0), []
+    pack = hooks.pack_hook
+
+    def recorded(tensor: torch.Tensor) -> Any:
+        saved = pack(tensor)
+        if saved is not tensor:
+            sizes.append(tensor.numel())
+        return saved
+
+    hooks.pack_hook = recorded
+    assert all(torch.equal(a, b) for a, b in zip(gradient(hooks), gradient(nullcontext()), strict=True))
+    assert len(sizes) > 20
+    assert not set(sizes) & weights
 
 
 def test_it_contradicts_recomputing() -> None:

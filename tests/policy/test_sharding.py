@@ -1,12 +1,11 @@
 """Sharded models hold what whole ones do. Here one rank has all shards; two have halves in tests/runs/test_ranks.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from grpo_lit.errors import ConfigError
@@ -14,13 +13,6 @@ from grpo_lit.policy.checkpoint import empty_model, load_model
 from grpo_lit.policy.packing import Pack
 from grpo_lit.policy.policy import Policy
 from grpo_lit.policy.sharding import can_read_shards, decoder_layers, read_shards, shard, whole
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "phi", "gpt2"])
