@@ -8,7 +8,7 @@ stay in the cache, and query heads that share keys are rows of one product, whic
 
 Scores and their gradients are rounded to bf16, as by attention without a fused kernel, and computed again in backward.
 What all keys of a sequence have in common adds the same to all scores of a query, which changes no probability but
-rounds the scores to nothing where it is large, as behind the biases of Qwen2's keys: it is taken off before.
+costs scores their last bits where it is large, as a bias of the keys may be: it is taken off before.
 """
 
 from collections.abc import Iterator
