@@ -19,6 +19,7 @@ from grpo_lit.errors import ConfigError, SaveError
 from grpo_lit.interrupts import Interrupted
 from grpo_lit.metrics.names import is_held_out
 from grpo_lit.strategies import FSDP2
+from grpo_lit.strategies.failures import stop_at_same_step
 from grpo_lit.strategies.reading import check_there
 from grpo_lit.strategies.saving import check_writable, finish, link, sweep
 
@@ -48,7 +49,7 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         if stage != "fit" or _tries(trainer) or not _is_local_file_protocol(self.dirpath):
             return
-        if trainer.is_global_zero or isinstance(trainer.strategy, FSDP2):  # where every rank writes its share
+        if self._writes(trainer):
             check_writable(Path(self.dirpath), _KEY)
         if trainer.is_global_zero:
             sweep(Path(self.dirpath))
@@ -58,7 +59,7 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         """Refuse a disk without room for the weights, and a monitor that nothing will measure."""
         if _tries(trainer):
             return
-        if _is_local_file_protocol(self.dirpath):
+        if _is_local_file_protocol(self.dirpath) and self._writes(trainer):
             parts = (p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters() if p.requires_grad)
             check_writable(Path(self.dirpath), _KEY, needed=sum(part.nbytes for part in parts))
         if self.monitor is not None and is_held_out(self.monitor) and not self._is_validated(trainer):
@@ -106,7 +107,9 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
             return found
         own = Path(trainer.log_dir)
         earlier = [path for path in own.parent.glob("version_*/checkpoints/last*.ckpt") if path.exists()]
-        newest = max(earlier, key=lambda path: int(path.parents[1].name.removeprefix("version_")), default=None)
+        numbered = {path: path.parents[1].name.removeprefix("version_") for path in earlier}
+        counted = [path for path in earlier if numbered[path].isdigit()]
+        newest = max(counted, key=lambda path: int(numbered[path]), default=None)
         return set() if newest is None else {str(path) for path in earlier if path.parent == newest.parent}
 
     # ------------------------------------------------------------------ when to save
@@ -168,6 +171,9 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         everywhere = trainer.world_size == 1 or isinstance(exception, KeyboardInterrupt | Interrupted)
         if not everywhere or isinstance(exception, SaveError) or not self._should_save_on_exception(trainer):
             return
+        if not stop_at_same_step(trainer):
+            rank_zero_warn("nothing is saved at the end: ranks were stopped at different steps, or one does not answer")
+            return
         # As Lightning, which beside that prints the exception's message, before it is an error's that the user sees.
         candidates = self._monitor_candidates(trainer)
         path = self.format_checkpoint_name(candidates)
@@ -190,6 +196,11 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         if due:
             self._last_time_checked = time.monotonic()
         return due
+
+    @staticmethod
+    def _writes(trainer: Trainer) -> bool:
+        """Return whether this rank writes: the first one, or all of them, each its share."""
+        return bool(trainer.is_global_zero or isinstance(trainer.strategy, FSDP2))
 
     def _lies_here(self, trainer: Trainer) -> bool:
         return Path(trainer.ckpt_path).resolve().parent == Path(self.dirpath).resolve()

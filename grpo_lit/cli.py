@@ -32,7 +32,7 @@ configs/recipe/dr_grpo.yaml --model.checkpoint FOLDER_OR_HUB_ID. A subcommand's 
 #: Having been imported, their classes can be named without a path in YAML: `surrogate: TokenClip`.
 PARTS = (objectives, rewards, files, hub, mixture, reasoning_gym, transformers, vllm, vllm_server)
 #: Checkpoints that Lightning looks for itself.
-_FOUND_LATER = ("last", "best", "hpc")
+_FOUND_LATER = ("last", "best", "hpc", "registry")
 PlainParser.class_names = tuple(name for part in PARTS for name in vars(part) if name[0].isupper())
 
 
@@ -100,10 +100,10 @@ class GRPOCLI(LightningCLI):
     def before_fit(self) -> None:
         """Look at the checkpoint to go on from, and at where the run is logged, before anything takes time."""
         path, strategy = self.config[self.subcommand].get("ckpt_path"), self.trainer.strategy
-        named = path is not None and path not in _FOUND_LATER and _is_local_file_protocol(path)
+        named = path is not None and path.split(":")[0] not in _FOUND_LATER and _is_local_file_protocol(path)
         if named and not isinstance(strategy, DeepSpeed):  # which has a format of its own
             inspect(Path(path), weights_only=self.config[self.subcommand].get("weights_only"))
-        for logger in self.trainer.loggers:
+        for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
             if logger.save_dir is not None and _is_local_file_protocol(logger.save_dir):
                 check_writable(Path(logger.save_dir), "trainer.logger")
 

@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_ends_everything_at_once():
     run.send_signal(signal.SIGINT)
     assert run.wait(10) == 130
     psutil.wait_procs([child], timeout=10)
-    assert not child.is_running()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # nobody may be there to reap it
 
 
 class Signals(EvenShare):

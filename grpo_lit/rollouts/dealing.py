@@ -45,6 +45,8 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
         batches: Of one rollout; their domains may differ.
     """
     domains = tuple(sorted({name for batch in batches for name in batch.domains}))
+    if any(batch.versions is not None for batch in batches):
+        batches = [replace(batch, versions=batch.token_versions) for batch in batches]
     firsts = accumulate((len(batch.prompt_lengths) for batch in batches), initial=0)
     same = [
         replace(

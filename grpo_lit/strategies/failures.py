@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from grpo_lit.interrupts import Interrupted
@@ -26,6 +28,29 @@ _SILENCE = 5.0
 _LENGTH = 4000
 #: Of the runs of this process, equal on all ranks: the store outlives a run.
 _RUNS = itertools.count()
+
+
+def stop_at_same_step(trainer: Trainer, store: Store | None = None, patience: float = _SILENCE) -> bool:
+    """Return whether all ranks have been interrupted, and after the same number of optimizer steps.
+
+    Only then is what they would save together one state: a signal reaches each rank somewhere else. One that waits in a
+    collective does not answer. Nothing is waited for in a collective here, since another may be under way.
+
+    Args:
+        trainer: Of the run.
+        store: At which the ranks meet; default: the process group's.
+        patience: How long to wait for the others [s].
+    """
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return True
+    store = store or _get_default_store()
+    keys = [f"grpo_lit/interrupted/{trainer.global_step}/{rank}" for rank in range(trainer.world_size)]
+    try:
+        store.set(keys[trainer.global_rank], "")
+        store.wait(keys, timedelta(seconds=patience))
+    except torch.distributed.DistError:
+        return False
+    return True
 
 
 class FailureWatch(Callback):

@@ -143,8 +143,8 @@ def sweep(folder: Path, idle: float = 0.0) -> None:
     """
     for left in [*folder.glob(f".*{_ASIDE}"), *folder.glob(f".*{_UNFINISHED}")]:
         target = left.with_name(left.name.removesuffix(_ASIDE).removesuffix(_UNFINISHED).removeprefix("."))
-        written = [left, *left.rglob("*")] if left.is_dir() else [left]
         try:
+            written = [left, *left.rglob("*")] if left.is_dir() else [left]
             newest = max(path.lstat().st_mtime for path in written)
         except FileNotFoundError:
             continue  # another rank or run was faster

@@ -100,6 +100,16 @@ def test_what_was_possible_everywhere_is_said_where_it_is_not_on_another_rank() 
     assert joined([without, without]).kept_counts is None
 
 
+def test_versions_of_tokens_are_kept_where_another_rank_has_none() -> None:
+    plain = TokenBatch.from_groups([group(0, kept=False)], temperature=1.0)
+    crossed = replace(plain, versions=plain.token_versions + 1)
+    expected = [*plain.token_versions.tolist(), *crossed.token_versions.tolist()]
+    assert joined([plain, crossed]).token_versions.tolist() == expected
+    half = len(expected) // 2
+    assert joined([crossed, plain]).token_versions.tolist() == expected[half:] + expected[:half]
+    assert joined([plain, plain]).versions is None
+
+
 def test_a_rollout_of_one_rank_from_before_prompts_were_numbered() -> None:
     (part,) = spread([[0, 1, 2, 4]], kept=False)
     part.batch = replace(part.batch, prompt=None)

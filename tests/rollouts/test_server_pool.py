@@ -148,8 +148,11 @@ def test_errors_of_a_server_are_retried_there_then_elsewhere(fake, engine_of):
 def test_a_request_is_asked_again_where_its_prefix_is(fake, engine_of, no_warning, deed):
     server, other = fake(lambda body, count: deed if count == 2 else None), fake()
     check(engine_of(server, other))
-    assert len(server.asked) == 13  # of the 12 that are its share, one twice
-    assert len(other.asked) == 12
+    # How groups are shared depends on who is faster; one request is asked twice, of the same server.
+    here, there = (Counter(body["sampling_params"]["seed"] for body in one.asked) for one in (server, other))
+    assert sorted(here.values())[-2:] == [1, 2]
+    assert set(there.values()) == {1}
+    assert sorted([*here, *there]) == sorted(request.seed for request in REQUESTS)
 
 
 def test_a_server_that_was_started_anew_is_not_asked(fake, engine_of):

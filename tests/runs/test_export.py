@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lit.errors import ConfigError
-from grpo_lit.export import export, main
+from grpo_lit.export import export
+from grpo_lit.export_cli import main
 from grpo_lit.policy.checkpoint import stop_token_ids
 from grpo_lit.rollouts.engine import EngineModel
 

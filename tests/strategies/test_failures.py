@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from grpo_lit.interrupts import Interrupted
 from grpo_lit.strategies import failures
-from grpo_lit.strategies.failures import FailureWatch
+from grpo_lit.strategies.failures import FailureWatch, stop_at_same_step
 
 MODULE = Mock(spec=LightningModule)
 
@@ -133,3 +133,22 @@ def test_whatever_ends_a_rank_is_told_and_the_watch_begins_with_the_data(
     failing.on_exception(others, MODULE, SystemExit(3))
     assert ended.wait(5)
     assert "SystemExit: 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "agree"), [((3, 3), True), ((3, 4), False), ((3, None), False)])
+def test_ranks_save_together_only_where_all_were_stopped_after_the_same_step(
+    steps: tuple[int | None, int | None], agree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    store, said = HashStore(), dict[int, bool]()
+
+    def stop(rank: int, step: int) -> None:
+        trainer = Mock(spec=Trainer, world_size=2, global_rank=rank, global_step=step)
+        said[rank] = stop_at_same_step(trainer, store, patience=0.5)
+
+    threads = [threading.Thread(target=stop, args=(r, step)) for r, step in enumerate(steps) if step is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(said.values()) == {agree}
