@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.metrics.rates import Rates
@@ -158,8 +157,6 @@ class Learner:
         moving = float(self.ranks.sum(self.objective.contributes(batch).sum()))
         steps = list(self._micro_batches(batch, self.contributes(batch).nonzero()[:, 0])) if moving else []
         score_reference = reference is not None and batch.reference_logprobs is None
-        alone_on_cpu = self.device.type == "cpu" and self.ranks.world_size == 1
-        untouched = _zero_gradients(policy) if steps and alone_on_cpu else []
         for index, (chosen, micro, pack) in enumerate(steps):
             micro, pack = micro.to(self.device), pack.to(self.device)
             with torch.no_grad():
@@ -181,9 +178,6 @@ class Learner:
             rates.merge(self.shadows.measure(self.objective, micro, output.logprobs, output.entropy))
             loss += part.loss.detach().double().cpu()
             tokens += micro.tokens
-        for parameter, version in untouched:
-            if parameter.grad is not None and parameter.grad._version == version:
-                parameter.grad = None  # of an expert that no token went to: no optimizer is to move it
         return GradientOutput(float(self.ranks.sum(loss)), rates, len(steps), tokens)
 
     def _micro_batches(
@@ -215,24 +209,6 @@ class Learner:
         for measurement in self.measurements:
             rates.merge(measurement(micro, output))
         return rates
-
-
-def _zero_gradients(policy: nn.Module) -> list[tuple[nn.Parameter, int]]:
-    """Make gradients of zeros, and return whose they are with their version, by which one tells whether they changed.
-
-    Made by the first backward they would lie between its activations, and an allocator that does not move what it has
-    given away would find no room there for the activations of a later, larger micro-batch: memory grew with their
-    number. Sharded weights, whose gradients torch makes itself, are left alone.
-
-    Args:
-        policy: Whose weights have none yet.
-    """
-    made = []
-    for parameter in policy.parameters():
-        if parameter.requires_grad and parameter.grad is None and not isinstance(parameter, DTensor):
-            parameter.grad = torch.zeros_like(parameter)
-            made.append((parameter, parameter.grad._version))
-    return made
 
 
 def _of_sampler(batch: TokenBatch, old_logprobs: TokenFloat) -> TokenFloat:
