@@ -106,11 +106,11 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         if found or self.dirpath is not None or trainer.log_dir is None:
             return found
         own = Path(trainer.log_dir)
-        earlier = [path for path in own.parent.glob("version_*/checkpoints/last*.ckpt") if path.exists()]
-        numbered = {path: path.parents[1].name.removeprefix("version_") for path in earlier}
-        counted = [path for path in earlier if numbered[path].isdigit()]
-        newest = max(counted, key=lambda path: int(numbered[path]), default=None)
-        return set() if newest is None else {str(path) for path in earlier if path.parent == newest.parent}
+        paths = [path for path in own.parent.glob("version_*/checkpoints/last*.ckpt") if path.exists()]
+        numbers = [(path.parents[1].name.removeprefix("version_"), path) for path in paths]
+        earlier = [(int(number), str(path)) for number, path in numbers if number.isdigit()]
+        newest = max(earlier, default=(0, ""))[0]
+        return {path for number, path in earlier if number == newest}
 
     # ------------------------------------------------------------------ when to save
 

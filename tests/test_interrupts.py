@@ -50,6 +50,7 @@ def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with ending_in_order():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
             send(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

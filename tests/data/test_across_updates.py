@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bare import RecordingEngine, bare_data, one_of
+from bare import RecordingEngine, assert_synchronous, bare_data, one_of
 from toys import Letters
 
 from grpo_lit.data.module import RolloutDataModule
@@ -153,11 +153,7 @@ def test_a_rollout_in_progress_gets_the_weights_of_the_step_that_asks_for_it(bui
 def test_with_a_bound_of_zero_it_is_the_synchronous_run(build: Callable, how: InFlight) -> None:
     sync, ahead = build(None), build(Asynchronous(0, in_flight=how))
     one, other = train(sync, range(4)), train(ahead, range(4))
-    assert ahead.engine.calls == sync.engine.calls
-    assert ahead.engine.seeds == sync.engine.seeds
-    for a, b in zip(one, other, strict=True):
-        assert [group.state_dict() for group in a.groups] == [group.state_dict() for group in b.groups]
-        assert not bool(b.batch.stale.any())
+    assert_synchronous(ahead, other, sync, one)
 
 
 def test_the_queue_of_a_checkpoint_keeps_the_version_of_each_token(build: Callable) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bare import RecordingEngine, bare_data, one_of
+from bare import RecordingEngine, assert_synchronous, bare_data, one_of
 from lightning.pytorch.trainer.states import TrainerStatus
 from toys import Letters
 
@@ -116,11 +116,7 @@ def test_with_a_bound_of_zero_the_engine_is_asked_what_it_is_asked_without_a_thr
     """Field bug E7: 0 is the synchronous run."""
     sync, ahead = build(None), build(Asynchronous(0))
     one, other = train(sync, range(4)), train(ahead, range(4))
-    assert ahead.engine.calls == sync.engine.calls
-    assert ahead.engine.seeds == sync.engine.seeds
-    for a, b in zip(one, other, strict=True):
-        assert [group.state_dict() for group in a.groups] == [group.state_dict() for group in b.groups]
-        assert not bool(b.batch.stale.any())
+    assert_synchronous(ahead, other, sync, one)
 
 
 def test_new_weights_come_between_two_calls_and_a_lost_one_is_reported(build: Callable) -> None:

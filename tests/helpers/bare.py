@@ -73,3 +73,19 @@ def bare_data(checkpoint: Path, strategy: SingleDeviceStrategy, **changes: Any) 
     data.trainer.callbacks = []
     data.setup("fit")
     return data
+
+
+def assert_synchronous(ahead: Any, rollouts: Sequence[Any], sync: Any, expected: Sequence[Any]) -> None:
+    """Hold a run against one without a thread: its engine was asked the same, its rollouts are the same and fresh.
+
+    Args:
+        ahead: The data module that drew in a thread.
+        rollouts: What it drew.
+        sync: The one that did not.
+        expected: What that drew.
+    """
+    assert ahead.engine.calls == sync.engine.calls
+    assert ahead.engine.seeds == sync.engine.seeds
+    for a, b in zip(expected, rollouts, strict=True):
+        assert [group.state_dict() for group in a.groups] == [group.state_dict() for group in b.groups]
+        assert not bool(b.batch.stale.any())
