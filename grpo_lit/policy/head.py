@@ -180,12 +180,12 @@ def _products(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptTensors | None
 ) -> Iterator[tuple[slice, Bool[Tensor, "t V"] | None, Float[Tensor, "t V"]]]:
     """Yield h W^T + b of each chunk, in memory that the next chunk takes over, and what was impossible in it."""
-    buffer = None
+    # Of one size whatever is asked: an allocator would find no room for the next micro-batch's, if that is larger by a
+    # token. What is not touched takes no memory.
+    buffer = hidden.new_empty(max(CHUNK_BYTES // 4, len(weight)))
     for chunk, impossible in _chunks(len(hidden), len(weight), kept):
         part = hidden[chunk]
-        if buffer is None:
-            buffer = hidden.new_empty(len(part), len(weight))
-        logits = torch.mm(part, weight.T, out=buffer[: len(part)])
+        logits = torch.mm(part, weight.T, out=buffer[: len(part) * len(weight)].view(len(part), len(weight)))
         yield chunk, impossible, logits if bias is None else logits.add_(bias)
 
 

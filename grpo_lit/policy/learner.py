@@ -86,7 +86,7 @@ class Learner:
         """
         sequences = torch.arange(len(batch.lengths)) if sequences is None else sequences
         logprobs, entropy = (torch.zeros_like(batch.sampler_logprobs) for _ in range(2))
-        for chosen, micro, pack in self._micro_batches(batch, sequences):
+        for chosen, micro, pack in self._micro_batches(batch, sequences)[1]:
             output = _output(policy, micro.to(self.device), pack.to(self.device))
             if chosen is not None:
                 positions = batch.token_positions(chosen)
@@ -155,7 +155,7 @@ class Learner:
         rates.add("system/kept_tokens", possible[possible > 0])
         # A batch that moves only shadows is none to train on.
         moving = float(self.ranks.sum(self.objective.contributes(batch).sum()))
-        steps = list(self._micro_batches(batch, self.contributes(batch).nonzero()[:, 0])) if moving else []
+        count, steps = self._micro_batches(batch, self.contributes(batch).nonzero()[:, 0]) if moving else (0, iter(()))
         score_reference = reference is not None and batch.reference_logprobs is None
         for index, (chosen, micro, pack) in enumerate(steps):
             micro, pack = micro.to(self.device), pack.to(self.device)
@@ -165,7 +165,7 @@ class Learner:
                 if old_policy is not None:
                     old = _output(old_policy, micro, pack).logprobs
                     micro = replace(micro, old_logprobs=_of_sampler(micro, old))
-            with without_sync(index + 1 < len(steps)):
+            with without_sync(index + 1 < count):
                 output = _output(policy, micro, pack)
                 if chosen is None:  # another rank has more micro-batches: keep step with its collectives
                     backward(output.logprobs.sum() * 0.0)
@@ -178,21 +178,28 @@ class Learner:
             rates.merge(self.shadows.measure(self.objective, micro, output.logprobs, output.entropy))
             loss += part.loss.detach().double().cpu()
             tokens += micro.tokens
-        return GradientOutput(float(self.ranks.sum(loss)), rates, len(steps), tokens)
+        return GradientOutput(float(self.ranks.sum(loss)), rates, count, tokens)
 
     def _micro_batches(
         self, batch: TokenBatch, sequences: SequenceInt
-    ) -> Iterator[tuple[SequenceInt | None, TokenBatch, Pack]]:
-        """Yield as many micro-batches as the rank that needs most of them; ``None`` marks one that only keeps step."""
+    ) -> tuple[int, Iterator[tuple[SequenceInt | None, TokenBatch, Pack]]]:
+        """Return how many micro-batches the rank has that needs most of them, and as many, each made in its turn.
+
+        ``None`` marks one that only keeps step.
+        """
         part = batch.select(sequences)
         plan = plan_micro_batches(part, self.budget, self.share_prefix)
         # Asked before the first forward, which is itself a collective where parameters are sharded.
         most = int(self.ranks.max(torch.tensor(len(plan))))
-        for rows in plan:
-            order = torch.tensor([i for row in rows for unit in row for i in unit.sequences], dtype=torch.long)
-            yield sequences[order], *pack_rows(part, rows, masks=self.device.type == "cpu")
-        for _ in range(most - len(plan)):
-            yield None, *_idle_micro_batch(batch)
+
+        def micro_batches() -> Iterator[tuple[SequenceInt | None, TokenBatch, Pack]]:
+            for rows in plan:
+                order = torch.tensor([i for row in rows for unit in row for i in unit.sequences], dtype=torch.long)
+                yield sequences[order], *pack_rows(part, rows, masks=self.device.type == "cpu")
+            for _ in range(most - len(plan)):
+                yield None, *_idle_micro_batch(batch)
+
+        return most, micro_batches()
 
     def _empty_rates(self, batch: TokenBatch) -> Rates:
         """Return every name of the objective's rates without a value, so that idle ranks add the same ones."""

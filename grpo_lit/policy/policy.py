@@ -13,6 +13,7 @@ from typing_extensions import override
 from grpo_lit.batch import KeptTensors
 from grpo_lit.policy.attention import PACKED, attend_to_packs, no_mask
 from grpo_lit.policy.head import Head, logprobs_and_entropy
+from grpo_lit.policy.kernel_caches import bound_kernel_caches
 from grpo_lit.policy.offload import offloaded
 from grpo_lit.policy.packing import Pack
 from grpo_lit.policy.precision import apply_but_keep
@@ -53,6 +54,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel, entropy_gradient: bool = False) -> None:
         super().__init__()
+        bound_kernel_caches()
         self.model = model
         if can_share_prefix(model):
             attend_to_packs(model)

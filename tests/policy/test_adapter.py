@@ -49,6 +49,7 @@ def move(policy: Policy, seed: int) -> None:
 def test_published_merged_and_exported_weights_compute_what_the_policy_does(
     tiny_model: Callable, tmp_path: Path, architecture: str, variant: str
 ) -> None:
+    """Field bug E5: names are the model's own."""
     plain = tiny_model(architecture)
     policy = adapted(tiny_model(architecture), LoRA(4, variant=variant))
     expected = says(policy)
@@ -70,6 +71,7 @@ def test_published_merged_and_exported_weights_compute_what_the_policy_does(
 def test_each_sync_publishes_base_plus_scale_b_a_and_leaves_the_base_alone(
     tiny_model: Callable, variant: str, scale: float
 ) -> None:
+    """Field bug E5: never delivered, merged twice, or the base not as it was."""
     base = tiny_model("llama").bfloat16().state_dict()
     policy = adapted(tiny_model("llama").bfloat16(), LoRA(4, 8.0, variant=variant))
     for sync in range(100):
@@ -87,6 +89,16 @@ def test_each_sync_publishes_base_plus_scale_b_a_and_leaves_the_base_alone(
     left = {n.replace(".base_layer", ""): t for n, t in policy.model.state_dict().items() if ".lora_" not in n}
     assert left.keys() == base.keys()
     assert all(torch.equal(tensor, base[name]) for name, tensor in left.items())
+
+
+def test_what_is_trained_in_full_is_published_too(tiny_model: Callable) -> None:
+    """Field bug E5: modules_to_save are dropped."""
+    policy = adapted(tiny_model("llama", tie_word_embeddings=False), LoRA(4, modules_to_save=("lm_head",)))
+    trained = policy.model.get_output_embeddings().weight
+    before = tiny_model("llama", tie_word_embeddings=False).lm_head.weight
+    published = dict(published_weights(policy.model))
+    assert torch.equal(published["lm_head.weight"], trained)
+    assert not torch.equal(published["lm_head.weight"], before)
 
 
 def test_the_first_step_is_the_models_own_and_the_adapter_is_all_that_trains(tiny_model: Callable) -> None:
@@ -151,6 +163,7 @@ def test_frozen_weights_held_in_bf16_compute_what_autocast_does_to_the_last_bit(
 
 
 def test_4_bit_weights_are_published_as_what_they_stand_for(tiny_model: Callable) -> None:
+    """Field bug E5: a merge is not rounded to 4 bits."""
     plain, model = tiny_model("qwen2"), tiny_model("qwen2")
     NF4(double_quantization=True).quantize(model, model.get_output_embeddings(), torch.float32)
     policy = adapted(model, LoRA(rank=4, target_modules=("q_proj", "v_proj")))

@@ -21,7 +21,9 @@ from grpo_lit.objectives import (
     TruncatedIS,
     ZeroSignalFilter,
 )
+from grpo_lit.policy import learner as learner_module
 from grpo_lit.policy.learner import GradientOutput, Learner
+from grpo_lit.policy.packing import pack_rows
 from grpo_lit.policy.policy import Policy
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollout import Completion, Group, Prompt
@@ -135,6 +137,23 @@ def test_ranks_agree_on_the_number_of_micro_batches_before_the_first_forward(pol
     assert events[0] == "asked"
     assert events[1:] == ["forward"] * len(events[1:])
     assert len(events[1:]) == 12 if least == 12 else 1 < len(events[1:]) < 12  # other ranks have more
+
+
+def test_packs_are_made_in_their_turn(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All of them at once would take memory by the number of groups.
+    made: list[int] = []
+    monkeypatch.setattr(learner_module, "pack_rows", lambda *a, **k: made.append(1) or pack_rows(*a, **k))
+    learner = Learner(Objective(), 30, True, ONE_PROCESS, torch.device("cpu"))
+    batch, _ = learner.prepare(make_rollout(), UpdatePlan(), policy, None)
+    at_backward: list[int] = []
+
+    def backward(loss: Tensor) -> None:
+        at_backward.append(len(made))
+        loss.backward()
+
+    output = learner.gradient(policy, batch, backward, lambda more: nullcontext())
+    assert output.micro_batches > 3
+    assert at_backward == list(range(1, output.micro_batches + 1))
 
 
 def test_a_batch_without_any_signal_runs_no_micro_batch(policy: Policy) -> None:
