@@ -2,6 +2,7 @@
 
 from callbacks.checkpoint import ModelCheckpoint
 from callbacks.clip import ClipSchedule
+from callbacks.compiling import CompileNorms
 from callbacks.console import Console
 from callbacks.early_stop import EarlyStop
 from callbacks.entropy import EntropyTarget
@@ -18,6 +19,7 @@ from callbacks.schedules import Constant, Cosine, EntropyLoop, Linear, Schedule,
 
 __all__ = [
     "ClipSchedule",
+    "CompileNorms",
     "Console",
     "Constant",
     "Cosine",

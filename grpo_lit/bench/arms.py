@@ -15,6 +15,7 @@ from grpo_lit.bench.settings import Settings
 from grpo_lit.bench.workload import Models, make_batch, make_models, make_objective
 from grpo_lit.errors import ConfigError
 from grpo_lit.objectives import Objective
+from grpo_lit.policy.compiling import compile_norms
 from grpo_lit.policy.learner import Learner
 from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.ranks import Ranks
@@ -117,6 +118,16 @@ class OurArm(_TimedArm):
             self.policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), self.reference
         )
         return output.loss
+
+
+class CompiledArm(OurArm):
+    """Ours with compiled norms."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        for model in (self.models.policy, self.models.reference):
+            if model is not None:
+                compile_norms(model)
 
 
 class PlainArm(_TimedArm):

@@ -6,7 +6,7 @@ from dataclasses import fields
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from grpo_lit.bench.options import ARMS, Options
+from grpo_lit.bench.options import ARMS, MEASURED, Options
 from grpo_lit.command import HelpFormatter, exit_status
 from grpo_lit.errors import ConfigError
 
@@ -14,9 +14,10 @@ DESCRIPTION = """\
 Measure the learner beside others: the gradient of one optimizer step on one rollout, with SmolLM2-135M's shapes.
 
 Arms: ours: prompts shared by their completions, packs under a token budget, the head in chunks; plain: rows of 16
-sequences padded at the right, full logits; trl: TRL's GRPOTrainer with rows of 16, where it is installed. Each has a
-process of its own. Before anything is timed, ours and plain must agree in loss and gradient (to 1e-5 in float32).
-Rounds interleave the arms; a figure is the median of all rounds, least and greatest in brackets.
+sequences padded at the right, full logits; trl: TRL's GRPOTrainer with rows of 16, where it is installed; compiled:
+ours with callbacks.CompileNorms. Each has a process of its own. Before anything is timed, ours and plain must agree in
+loss and gradient (to 1e-5 in float32). Rounds interleave the arms; a figure is the median of all rounds, least and
+greatest in brackets.
 
 Columns: tokens/s: completion tokens over the time of the gradient, the reference's forward included where the recipe
 pays a KL; x plain: in the same round, times the plain learner's; peak GiB: most memory during the step above weights,
@@ -27,6 +28,7 @@ and after; update s: the optimizer's step, no part of tokens/s.
 Examples:
   scripts/benchmark_learner --preset long --json long.json
   scripts/benchmark_learner --arms ours --groups 4 16 64      # is the time of a token flat, is memory?
+  scripts/benchmark_learner --arms ours compiled              # does it pay to compile?
   scripts/benchmark_learner --tiny --rounds 1                 # does it work at all? Seconds
 """
 
@@ -34,7 +36,7 @@ Examples:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; return the exit status."""
     parser = ArgumentParser(prog="scripts/benchmark_learner", description=DESCRIPTION, formatter_class=HelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="What to measure.")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(MEASURED), help="What to measure.")
     parser.add_argument("--groups", nargs="+", type=int, default=[8], help="Sizes of rollouts, in prompts.")
     parser.add_class_arguments(Options)
     parsed = parser.parse_args(args)

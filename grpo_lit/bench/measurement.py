@@ -113,7 +113,13 @@ def _summary(measured: Sequence[Measurement], arm: str, groups: int) -> Summary:
     )
 
 
-def flatness(summaries: Sequence[Summary], arm: str) -> float | None:
-    """Return how much longer a token takes at the slowest size than at the fastest: 0.1 is 10 %; ``None``: one size."""
-    times = [s.microseconds_per_token.median for s in summaries if s.arm == arm]
-    return max(times) / min(times) - 1 if len(times) > 1 else None
+def flatness(summaries: Sequence[Summary], arm: str, value: Callable[[Summary], float]) -> float | None:
+    """Return how far a figure of the largest is above that of the smallest: 0.1 is 10 %; ``None``: one size.
+
+    Args:
+        summaries: Of all arms and sizes.
+        arm: Which of them.
+        value: The figure.
+    """
+    values = [value(s) for s in summaries if s.arm == arm]
+    return max(values) / min(values) - 1 if len(values) > 1 else None

@@ -7,7 +7,9 @@ from typing import Literal
 from grpo_lit.errors import ConfigError
 
 RECIPES = Path(__file__).parents[2] / "configs/recipe"
-ARMS = ("ours", "plain", "trl")
+ARMS = ("ours", "compiled", "plain", "trl")
+#: Those that are measured where none are named.
+MEASURED = ("ours", "plain", "trl")
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Options:
         budget: Most input tokens of a micro-batch of ours, as ``model.max_tokens_per_micro_batch``.
         plain_rows: Sequences of a micro-batch of the others.
         gradient_checkpointing: Recompute activations in backward, in every arm.
+        one_at_a_time: End an arm's process before the next one's starts: for arms that do not fit beside each other.
         threads: Of each process; 0: as many as PyTorch takes.
         tiny: A model of two layers and an eighth of the lengths: says whether the benchmark works, and nothing else.
         seed: Of weights, tokens and lengths.
@@ -40,6 +43,7 @@ class Options:
     budget: int = 2048
     plain_rows: int = 16
     gradient_checkpointing: bool = False
+    one_at_a_time: bool = False
     threads: int = 0
     tiny: bool = False
     seed: int = 0

@@ -67,9 +67,10 @@ def publish(settings: Settings, result: Result, console: Console) -> None:
     if result.measured:
         console.print(table(settings, summaries))
     for arm in dict.fromkeys(summary.arm for summary in summaries):
-        change = flatness(summaries, arm)
-        if change is not None:
-            console.print(f"{arm}: time per token differs by {change:.1%} between sizes")
+        time = flatness(summaries, arm, lambda summary: summary.microseconds_per_token.median)
+        memory = flatness(summaries, arm, lambda summary: summary.peak_gib)
+        if time is not None:
+            console.print(f"{arm}: between sizes, time per token differs by {time:.1%} and peak memory by {memory:.1%}")
     for name, reason in result.failures.items():
         console.print(f"{name}: not measured to the end: {reason}", markup=False, soft_wrap=True)
     if settings.json:

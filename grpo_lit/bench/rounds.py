@@ -4,10 +4,10 @@ import importlib.util
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,8 +20,6 @@ from grpo_lit.bench.settings import Settings
 from grpo_lit.bench.workload import make_objective
 from grpo_lit.command import progress_columns
 from grpo_lit.errors import ConfigError
-
-T = TypeVar("T")
 
 #: Largest relative distance of two float32 gradients of the same step.
 TOLERANCE = 1e-5
@@ -53,18 +51,14 @@ class Benchmark:
         if "trl" in self.arms and importlib.util.find_spec("trl") is None:
             self.console.print("trl: left out, it is not installed (pip install trl)")
             self.arms.remove("trl")
-        total = (2 + self.settings.rounds * len(self.groups)) * len(self.arms)
+        total = (1 + self.settings.rounds * len(self.groups)) * len(self.arms)
         self.task = self.progress.add_task("start", total=total)
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="grpo_lit_bench_") as folder:
-            for name in self.arms:
-                self.processes[name] = ArmProcess(name, self.settings)
-                stack.callback(self.processes[name].close)
-            for name in self.arms:
-                self._try(name, "start", self.processes[name].wait_until_ready)
+            stack.callback(self._close)
             self._verify(Path(folder))
             for number, groups, name in itertools.product(range(self.settings.rounds), self.groups, self.arms):
                 what = f"round {number + 1} of {self.settings.rounds}, {groups} groups"
-                answer = self._try(name, what, self.processes[name].ask, action="measure", groups=groups)
+                answer = self._try(name, what, Path(folder), action="measure", groups=groups)
                 if answer is not None:
                     self.result.measured.append(Measurement(**answer))
         return self.result
@@ -73,8 +67,7 @@ class Benchmark:
         """Hold the gradients of ours and plain against each other; every arm has then made a step."""
         losses = {}
         for name in self.arms:
-            request = {"action": "verify", "groups": VERIFIED_GROUPS, "path": str(folder / f"{name}.pt")}
-            answer = self._try(name, "check of the gradient", self.processes[name].ask, **request)
+            answer = self._try(name, "start, and check of the gradient", folder)
             if answer is not None:
                 losses[name] = answer["loss"]
         if not {"ours", "plain"} <= losses.keys():
@@ -92,17 +85,33 @@ class Benchmark:
                 f"{apart:.1e}): nothing is timed, since one of them is wrong"
             )
 
-    def _try(self, name: str, what: str, call: Callable[..., T], **arguments: Any) -> T | None:
-        """Make a call of an arm and show it; ``None`` once the arm has failed."""
+    def _try(self, name: str, what: str, folder: Path, **request: Any) -> dict[str, Any] | None:
+        """Return an arm's answer to a request, or to the first one of its process; ``None`` once the arm has failed."""
         self.progress.update(self.task, description=f"{name}: {what}")
         answer = None
         if name not in self.result.failures:
             try:
-                answer = call(**arguments)
+                answer = self._started(name, folder)
+                if request:
+                    answer = self.processes[name].ask(**request)
             except ArmError as error:
                 self.result.failures[name] = str(error)
         self.progress.advance(self.task)
         return answer
+
+    def _started(self, name: str, folder: Path) -> dict[str, Any] | None:
+        """Start an arm's process if it has none; return what it says of its first step, which is not timed."""
+        if name in self.processes:
+            return None
+        if self.settings.one_at_a_time:
+            self._close()
+        self.processes[name] = ArmProcess(name, self.settings)
+        self.processes[name].wait_until_ready()
+        return self.processes[name].ask("verify", groups=VERIFIED_GROUPS, path=str(folder / f"{name}.pt"))
+
+    def _close(self) -> None:
+        while self.processes:
+            self.processes.popitem()[1].close()
 
 
 def gradient_distance(got: Path, expected: Path) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from grpo_lit.bench.arms import Arm, OurArm, PlainArm
+from grpo_lit.bench.arms import Arm, CompiledArm, OurArm, PlainArm
 from grpo_lit.bench.flops import ModelWork, matmul_flops_per_second, step_flops
 from grpo_lit.bench.measurement import Measurement
 from grpo_lit.bench.settings import Settings
@@ -94,7 +94,7 @@ def make_arm(name: str, settings: Settings) -> Arm:
         from grpo_lit.bench.trl_arm import TRLArm
 
         return TRLArm(settings)
-    return {"ours": OurArm, "plain": PlainArm}[name](settings)
+    return {"ours": OurArm, "compiled": CompiledArm, "plain": PlainArm}[name](settings)
 
 
 def _resident_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from grpo_lit.bench import rounds
 from grpo_lit.bench.cli import main
+from grpo_lit.bench.measurement import Measurement
 from grpo_lit.bench.options import RECIPES
 from grpo_lit.bench.processes import ArmError, ArmProcess
 from grpo_lit.bench.rounds import gradient_distance
 from grpo_lit.bench.settings import Settings
 
 SMALL = ["--tiny", "true", "--rounds", "2", "--threads", "1", "--precision", "float32", "--arms", "ours", "plain"]
+FIGURES = [field.name for field in fields(Measurement)]
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +58,53 @@ def test_an_arm_that_takes_the_last_memory_is_ended_and_told(capsys: pytest.Capt
 
 
 def test_ctrl_c_ends_every_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    started = []
+    started, ready = [], ArmProcess.wait_until_ready
 
     def interrupt(self: ArmProcess) -> None:
         started.append(self.process)
         if self.name == "plain":
             raise KeyboardInterrupt
+        ready(self)
 
     monkeypatch.setattr(ArmProcess, "wait_until_ready", interrupt)
     assert main(SMALL) == 130
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "at_once"), [([], 2), (["--one_at_a_time", "true"], 1)])
+def test_arms_that_do_not_fit_beside_each_other_take_turns(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str], at_once: int
+) -> None:
+    alive: list[str] = []
+    events: list[tuple[str, str, int]] = []
+
+    class Answering:
+        def __init__(self, name: str, settings: Settings) -> None:
+            self.name = name
+            alive.append(name)
+
+        def wait_until_ready(self) -> None:
+            return None
+
+        def ask(self, action: str, groups: int, path: str | None = None) -> dict:
+            events.append((action, self.name, len(alive)))
+            if path is None:
+                return {**dict.fromkeys(FIGURES, 1.0), "arm": self.name, "groups": groups, "tokens": 9}
+            torch.save({"w": torch.ones(1)}, path)
+            return {"loss": 0.0}
+
+        def close(self) -> None:
+            alive.remove(self.name)
+
+    monkeypatch.setattr(rounds, "ArmProcess", Answering)
+    assert main([*SMALL, *asked]) == 0
+    assert alive == []
+    assert max(count for *_, count in events) == at_once
+    assert [name for action, name, _ in events if action == "measure"] == ["ours", "plain"] * 2
+    # No process is timed in its first step.
+    assert [action for action, *_ in events].count("verify") == (2 if at_once == 2 else 6)
 
 
 def test_what_a_worker_refuses_is_told(settings: Settings, tmp_path: Path) -> None:

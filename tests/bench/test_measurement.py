@@ -65,8 +65,8 @@ def test_an_arm_that_ended_early_is_compared_where_it_was_measured() -> None:
 def test_flat_means_that_no_size_is_slower() -> None:
     # 1000 tokens in 1 s with 4 groups, in 1.1 s with 8.
     summaries = summarise(rounds("ours", [1.0], groups=4) + rounds("ours", [1.1], groups=8))
-    assert flatness(summaries, "ours") == pytest.approx(0.1)
-    assert flatness(summaries[:1], "ours") is None
+    assert flatness(summaries, "ours", lambda summary: summary.microseconds_per_token.median) == pytest.approx(0.1)
+    assert flatness(summaries[:1], "ours", lambda summary: summary.peak_gib) is None
 
 
 def test_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -77,7 +77,7 @@ def test_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = capsys.readouterr().out
     assert "3.00 (2.00-4.00)" in printed
     assert "3 threads" in printed
-    assert "ours: time per token differs by 50.0% between sizes" in printed  # 1.5 ms and 1 ms
+    assert "ours: between sizes, time per token differs by 50.0% and peak memory by 0.0%" in printed  # 1.5 ms and 1 ms
     assert "trl: not measured to the end: ended with status 1: [no] memory" in printed
     data = json.loads((tmp_path / "a.json").read_text())
     assert len(data["measured"]) == 5
