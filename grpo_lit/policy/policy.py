@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
@@ -40,6 +40,31 @@ class PolicyOutput:
 Scorer = Callable[..., PolicyOutput]
 
 
+class OutputHead(nn.Module):
+    """The chunked head as a module: who gathers weights for a module's forward and backward sees both of them here.
+
+    It holds no weights. Those of the output layer are read in this forward, and in its backward, alone: the output
+    layer's own forward, which would make [T, V], is never called.
+    """
+
+    @override
+    def forward(
+        self, hidden: Tensor, targets: TokenInt, output: nn.Module, settings: dict[str, Any], kept: KeptTensors | None
+    ) -> tuple[TokenFloat, TokenFloat]:
+        """Return log-prob and entropy of the target tokens; see :func:`logprobs_and_entropy`.
+
+        Args:
+            hidden: Last hidden states at the positions that predict the targets.
+            targets: The tokens that were drawn.
+            output: The output layer.
+            settings: Of :class:`Head`, beside weight and bias.
+            kept: The tokens that were possible at each position; ``None``: all.
+        """
+        layer: Any = output
+        head = Head(weight=layer.weight, bias=getattr(layer, "bias", None), **settings)
+        return logprobs_and_entropy(hidden, targets, head, kept)
+
+
 class Policy(nn.Module):
     """Wraps a Hugging Face causal language model; one call is one micro-batch.
 
@@ -55,7 +80,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, entropy_gradient: bool = False) -> None:
         super().__init__()
         bound_kernel_caches()
-        self.model = model
+        self.model, self.head = model, OutputHead()
         if can_share_prefix(model):
             attend_to_packs(model)
         self.entropy_gradient = entropy_gradient
@@ -76,17 +101,10 @@ class Policy(nn.Module):
                 input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed
             ).last_hidden_state
         hidden = hidden.flatten(0, 1)[pack.predictor]
+        settings = _head_settings(self.model.config.get_text_config())
+        settings["entropy_gradient"] = self.entropy_gradient and torch.is_grad_enabled()
         output = self.model.get_output_embeddings()
-        config = self.model.config.get_text_config()
-        head = Head(
-            weight=output.weight,
-            bias=getattr(output, "bias", None),
-            temperature=temperature,
-            scale=_logit_scale(config),
-            softcap=getattr(config, "final_logit_softcapping", None),
-            entropy_gradient=self.entropy_gradient and torch.is_grad_enabled(),
-        )
-        logprobs, entropy = logprobs_and_entropy(hidden, targets, head, kept)
+        logprobs, entropy = self.head(hidden, targets, output, settings | {"temperature": temperature}, kept)
         return PolicyOutput(logprobs, entropy)
 
     @override
@@ -94,6 +112,10 @@ class Policy(nn.Module):
         adapter = [parameter for parameter in self.parameters() if parameter.requires_grad] if self.adapted else []
         apply_but_keep(self, lambda: super(Policy, self)._apply(fn, recurse), adapter)
         return self
+
+
+def _head_settings(config: PretrainedConfig) -> dict[str, Any]:
+    return {"scale": _logit_scale(config), "softcap": getattr(config, "final_logit_softcapping", None)}
 
 
 def _logit_scale(config: PretrainedConfig) -> float:
