@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -19,7 +19,9 @@ from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
+from grpo_lit.policy.zero import gathered_weights, partition, size
 from grpo_lit.strategies.checkpoint_io import save_atomically
+from grpo_lit.strategies.deepspeed import DeepSpeed
 from grpo_lit.strategies.fsdp import FSDP, whole_weights
 from grpo_lit.strategies.precision import leave_batches
 
@@ -119,10 +121,25 @@ class ModelsModule(EvaluatingModule):
             )
         if self._in_shards and (self.adapter is not None or self.reference_dtype == "nf4"):
             key = "model.reference_dtype: nf4" if self.adapter is None else "model.adapter"
-            name = "FSDP" if self._device_mesh is None else "FSDP2"
+            name = type(self.trainer.strategy).__name__
             raise ConfigError(
                 f"`{key}` and `trainer.strategy: {name}` contradict: frozen, trained and 4-bit weights are not sharded "
                 "together here. Use configs/strategy/ddp.yaml, or drop one of them"
+            )
+        if self._in_zero_3:
+            self._check_zero_3()
+
+    def _check_zero_3(self) -> None:
+        """Refuse what would be lost at the end of a run, or is not tried together."""
+        refused = {
+            "model.old_policy: weights": self._needs_old_policy,
+            "model.activation_offload": self.activation_offload,
+        }
+        for key in (key for key, asked in refused.items() if asked):
+            raise ConfigError(
+                f"`{key}` and `trainer.strategy: DeepSpeed` of stage 3 contradict: its checkpoints hold the policy alone, "
+                "and weights are there for a module's forward and backward alone. Use configs/strategy/fsdp2.yaml, or "
+                "drop one of them"
             )
 
     @property
@@ -138,6 +155,8 @@ class ModelsModule(EvaluatingModule):
         """Return the policy of the checkpoint: whole, or this rank's share of it under a strategy that has a mesh."""
         if self._device_mesh is not None:
             return self._make_sharded(self._weights_dtype, frozen=False)
+        if self._in_zero_3:
+            return self._make_partitioned(None, frozen=False)
         policy = Policy(load_model(self.checkpoint, self._weights_dtype))
         if self.quantization is not None:
             self.quantization.quantize(policy.model, policy.model.get_output_embeddings(), self._products_dtype)
@@ -156,6 +175,8 @@ class ModelsModule(EvaluatingModule):
             )
         if self._device_mesh is not None:
             return self._make_sharded(torch.bfloat16 if held == "bfloat16" else self._weights_dtype, frozen=True)
+        if self._in_zero_3:
+            return self._make_partitioned(torch.bfloat16 if held == "bfloat16" else None, frozen=True)
         policy = copy.deepcopy(self.policy).requires_grad_(False).eval()
         if held == "nf4":
             NF4().quantize(policy.model, policy.model.get_output_embeddings(), self._products_dtype)
@@ -179,6 +200,19 @@ class ModelsModule(EvaluatingModule):
             read_shards(policy, self.checkpoint, getattr(strategy, "shards_device", strategy.root_device))
         return policy
 
+    def _make_partitioned(self, dtype: torch.dtype | None, frozen: bool) -> Policy:
+        """Return a model cut by DeepSpeed; ``None``: of the dtype that its engine trains in."""
+        strategy: Any = self.trainer.strategy
+        dtype = dtype or strategy.shards_dtype
+        policy = Policy(empty_model(self.checkpoint, dtype))
+        in_shards = can_read_shards(policy, self.checkpoint)
+        if not in_shards:
+            rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
+            policy = Policy(load_model(self.checkpoint, dtype))
+        policy = policy.requires_grad_(False).eval() if frozen else self._prepared(policy)
+        partition(policy, strategy.config, strategy.root_device, self.checkpoint if in_shards else None)
+        return policy
+
     def _prepared(self, policy: Policy) -> Policy:
         if self.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -191,7 +225,11 @@ class ModelsModule(EvaluatingModule):
 
     @property
     def _in_shards(self) -> bool:
-        return self._device_mesh is not None or isinstance(self.trainer.strategy, FSDP)
+        return self._device_mesh is not None or self._in_zero_3 or isinstance(self.trainer.strategy, FSDP)
+
+    @property
+    def _in_zero_3(self) -> bool:
+        return isinstance(self.trainer.strategy, DeepSpeed) and self.trainer.strategy.zero_stage_3
 
     def keep_old_policy(self) -> None:
         """Make the old policy what the policy is now."""
@@ -206,6 +244,11 @@ class ModelsModule(EvaluatingModule):
         Args:
             decay: Of :meth:`refresh_reference`.
         """
+        if self._in_zero_3:
+            raise ConfigError(
+                "`trainer.callbacks: ReferenceRefresh` and `trainer.strategy: DeepSpeed` of stage 3 contradict: its "
+                "checkpoints hold the policy alone. Use configs/strategy/fsdp2.yaml, or drop the callback"
+            )
         if self.adapter is not None:
             raise ConfigError(
                 "`trainer.callbacks: ReferenceRefresh` and `model.adapter` contradict: the reference is the policy "
@@ -242,13 +285,16 @@ class ModelsModule(EvaluatingModule):
         if isinstance(self.policy, FullyShardedDataParallel):
             yield from ((name.removeprefix("model."), tensor) for name, tensor in whole_weights(self.policy))
             return
+        if self._in_zero_3:
+            yield from gathered_weights(self.policy.model)
+            return
         for name, tensor in self.policy.model.state_dict().items():
             yield name, whole(tensor)
 
 
 def _size(policy: Policy) -> str:
     """Return how many parameters there are, and how many of them are trained if not all; a byte holds two of 4 bits."""
-    held = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in policy.parameters())
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    held = sum(size(p) * (2 if p.dtype == torch.uint8 else 1) for p in policy.parameters())
+    trained = sum(size(p) for p in policy.parameters() if p.requires_grad)
     part = "" if trained == held else f", {trained / 1e6:.2g} M of them trained"
     return f"{held / 1e6:.0f} M parameters{part}"

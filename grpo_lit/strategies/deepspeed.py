@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO, where it is installed and there are CUDA devices."""
 
+import argparse
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -7,8 +8,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from grpo_lit.errors import ConfigError
@@ -17,17 +23,18 @@ from grpo_lit.errors import ConfigError
 class DeepSpeed(DeepSpeedStrategy):
     """Lightning's ``DeepSpeedStrategy``, given an optimizer step of several micro-batches.
 
-    The model is whole on every rank; optimizer states, and with stage 2 gradients, are spread. Stage 3, which cuts the
-    weights too, is refused, since it assumes two things that are not so here. A module's weights are read in its own
-    forward alone: the head reads the output layer's in the policy's forward, and once more as it recomputes its logits
-    in backward, when stage 3 has emptied them. And one call of the engine is one forward pass, by whose order of
-    modules weights are fetched ahead and let go: for Lightning the engine is the whole module, and its call a training
-    step, with several forward and backward passes of the policy, and of a reference in between. FSDP2 cuts the same
-    three things. Source: S. Rajbhandari et al., "ZeRO" (https://arxiv.org/abs/1910.02054).
+    With stages 1 and 2 the model is whole on every rank; optimizer states, and with stage 2 gradients, are spread, and
+    the engine is around the whole module, as Lightning has it. Stage 3 cuts the weights too. One call of its engine is
+    one forward pass of it: gradients of a second backward without another call in between replace those of the first,
+    which is silent, and by the order of modules in a call weights are fetched ahead and let go. So there a training
+    step runs outside, as under FSDP, and the policy and the reference are in an engine each. A checkpoint of stage 3
+    holds the policy and its optimizer's shards; the reference is made of the model's files again.
+    Source: S. Rajbhandari et al., "ZeRO" (https://arxiv.org/abs/1910.02054).
 
     Args:
-        stage: 1: optimizer states in shards; 2: gradients too.
-        offload_optimizer: Optimizer states wait in the machine's memory.
+        stage: 1: optimizer states in shards; 2: gradients too; 3: weights too.
+        offload_optimizer: Optimizer states wait in the machine's memory, where the optimizer steps.
+        offload_parameters: With stage 3: shards of weights wait there too.
         process_group_backend: ``null``: NCCL.
         timeout: Of a collective.
     """
@@ -36,14 +43,16 @@ class DeepSpeed(DeepSpeedStrategy):
         self,
         stage: int = 2,
         offload_optimizer: bool = False,
+        offload_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
-        if stage not in (1, 2):
+        if stage not in (1, 2, 3):
+            raise ConfigError(f"`trainer.strategy.init_args.stage` expected 1, 2 or 3, but got {stage}")
+        if offload_parameters and stage != 3:
             raise ConfigError(
-                f"`trainer.strategy.init_args.stage` expected 1 or 2, but got {stage}: stage 3 lets weights go after a "
-                "module's forward, which the head reads again in backward. For weights in shards use "
-                "configs/strategy/fsdp2.yaml"
+                f"`trainer.strategy.init_args.offload_parameters` expected stage 3, which cuts weights, but got {stage}: "
+                "set that, or drop it"
             )
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
@@ -53,9 +62,12 @@ class DeepSpeed(DeepSpeedStrategy):
         super().__init__(
             stage=stage,
             offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        if stage == 3:
+            self._forward_redirection = _Outside()
 
     @override
     def _configure_launcher(self) -> None:
@@ -71,7 +83,61 @@ class DeepSpeed(DeepSpeedStrategy):
         config: Any = self.config
         config["gradient_clipping"] = self.lightning_module.gradient_clip_norm or 0.0  # it clips as it steps
         config["train_micro_batch_size_per_gpu"] = 1  # for its log; Lightning would ask the stream of rollouts
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's own step where their states are
         super()._init_config_if_needed()
+
+    # ------------------------------------------------------------------ stage 3: an engine for each model
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Let modules be made whole or empty: with stage 3 they are cut when they are complete, tied weights too."""
+        self._init_config_if_needed()
+        yield
+
+    @property
+    def shards_dtype(self) -> torch.dtype:
+        """What weights of stage 3 are held and multiplied in; the optimizer keeps a float32 copy."""
+        return torch.bfloat16 if self.config.get("bf16", {}).get("enabled") else torch.float32
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        if not self.zero_stage_3:
+            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        module: Any = model
+        module.policy, made = super()._setup_model_and_optimizer(module.policy, optimizer, lr_scheduler)
+        if module.reference is not None:
+            module.reference = self._frozen(module.reference)
+        return module.policy, made
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        if not self.zero_stage_3:
+            super()._initialize_deepspeed_inference(model)
+            return
+        module: Any = model
+        for name in ("policy", "reference"):
+            if getattr(module, name) is not None:
+                setattr(module, name, self._frozen(getattr(module, name)))
+        self.model = module.policy
+
+    def _frozen(self, model: nn.Module) -> Any:
+        """Return an engine that gathers weights and has no optimizer."""
+        import deepspeed  # an extra
+
+        kept = ("train_micro_batch_size_per_gpu", "bf16", "zero_allow_untested_optimizer", "zero_optimization")
+        config = {key: self.config[key] for key in kept if key in self.config}
+        place = argparse.Namespace(device_rank=self.root_device.index)
+        return deepspeed.initialize(args=place, config=config, model=model, dist_init_required=False)[0]
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing with stage 3, whose engine writes the shards itself."""
+        return {} if self.zero_stage_3 else super().lightning_module_state_dict()
+
+    # ------------------------------------------------------------------ a step of several micro-batches
 
     @contextmanager
     @override
@@ -87,12 +153,18 @@ class DeepSpeed(DeepSpeedStrategy):
     def gradient_norm(self) -> float:
         """Return the norm of the step's gradients over all ranks, NaN where one is not finite."""
         optimizer: Any = self.optimizers[0]
+        if self.zero_stage_3:
+            norms = [float(norm) / float(optimizer.loss_scale) for norm in optimizer._get_norm_groups()]
+            return math.hypot(*norms) if min(norms) >= 0 else math.nan
         norm = float(optimizer.scaled_global_norm()) / float(optimizer.loss_scale)
         return norm if norm >= 0 else math.nan  # DeepSpeed marks such a norm with -1
 
     def drop_gradients(self) -> None:
         """Forget gradients that no step will be made with, as DeepSpeed does where float16 overflows."""
         optimizer: Any = self.optimizers[0]
+        if self.zero_stage_3:
+            optimizer._overflow_clean_up(optimizer.loss_scale)
+            return
         optimizer.micro_step_id = -1
         optimizer.zero_grad()
         if optimizer.cpu_offload:
@@ -100,3 +172,14 @@ class DeepSpeed(DeepSpeedStrategy):
             return
         for group in list(optimizer.averaged_gradients):
             optimizer.averaged_gradients[group] = None
+
+
+class _Outside(_ForwardRedirection):
+    """Runs a step by itself, and not as the forward pass of an engine."""
+
+    @override
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return what the module's own method does."""
+        return getattr(original_module, method_name)(*args, **kwargs)
