@@ -66,7 +66,7 @@ class GradientNoiseScale(RolloutCallback):
         module = cast("GRPOModule", pl_module)
         parameters = [parameter for parameter in module.policy.parameters() if parameter.requires_grad]
         sharded = isinstance(module.policy, FullyShardedDataParallel)
-        if sharded or any(isinstance(parameter, DTensor) for parameter in parameters):
+        if sharded or any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in parameters):
             raise ConfigError("`trainer.callbacks: GradientNoiseScale` expected whole weights on every rank: drop it")
         # A leaf's hook sees what one backward adds, before it is accumulated or summed over ranks.
         self._handles = [parameter.register_hook(self._add) for parameter in parameters]

@@ -137,8 +137,8 @@ class ModelsModule(EvaluatingModule):
         }
         for key in (key for key, asked in refused.items() if asked):
             raise ConfigError(
-                f"`{key}` and `trainer.strategy: DeepSpeed` of stage 3 contradict: its checkpoints hold the policy alone, "
-                "and weights are there for a module's forward and backward alone. Use configs/strategy/fsdp2.yaml, or "
+                f"`{key}` and `trainer.strategy: DeepSpeed` of stage 3 contradict: its checkpoints hold the policy, "
+                "whose weights are there in a module's forward and backward alone. Use configs/strategy/fsdp2.yaml, or "
                 "drop one of them"
             )
 

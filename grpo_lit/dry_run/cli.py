@@ -31,7 +31,8 @@ _PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16
 _LIKE = {
     "fsdp": "a rank of classic FSDP holds about what one of fsdp2 does",
     "deepspeed": "a rank of it holds the parameters of ddp and the optimizer's states of fsdp2, at stage 2 its "
-    "gradients too; compare --trainer.strategy ddp with configs/strategy/fsdp2.yaml",
+    "gradients too, at stage 3 about what one of fsdp2 does; compare --trainer.strategy ddp with "
+    "configs/strategy/fsdp2.yaml",
 }
 LEGEND = (
     "* what the configuration chooses. Every prompt and answer is at its limit. Memory at most: parameters, optimizer, "

@@ -51,8 +51,8 @@ class DeepSpeed(DeepSpeedStrategy):
             raise ConfigError(f"`trainer.strategy.init_args.stage` expected 1, 2 or 3, but got {stage}")
         if offload_parameters and stage != 3:
             raise ConfigError(
-                f"`trainer.strategy.init_args.offload_parameters` expected stage 3, which cuts weights, but got {stage}: "
-                "set that, or drop it"
+                f"`trainer.strategy.init_args.offload_parameters` expected stage 3, which cuts weights, but got "
+                f"stage {stage}: set that, or drop it"
             )
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(

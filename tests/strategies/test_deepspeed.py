@@ -30,14 +30,17 @@ def test_what_is_missing_is_told_in_a_few_lines(
     assert "Traceback" not in said
     assert "trainer.strategy" in said
     assert "pip install 'deepspeed" in said
-    with pytest.raises(ConfigError, match=r"stage.*expected 1 or 2, but got 3.*fsdp2"):
-        DeepSpeed(stage=3)
+    with pytest.raises(ConfigError, match=r"init_args\.stage.*expected 1, 2 or 3, but got 4"):
+        DeepSpeed(stage=4)
+    with pytest.raises(ConfigError, match=r"offload_parameters.*expected stage 3.*got stage 2"):
+        DeepSpeed(stage=2, offload_parameters=True)
 
 
 @pytest.fixture
 def strategy() -> DeepSpeed:
     """A strategy whose engine and optimizer are stand-ins."""
     made = DeepSpeed.__new__(DeepSpeed)
+    made.config = {"zero_optimization": {"stage": 2}}
     made._model = Mock()
     made._optimizers = [Mock(loss_scale=4.0, cpu_offload=False, averaged_gradients={0: ["g"], 1: ["g"]})]
     return made
@@ -62,6 +65,15 @@ def test_gradients_without_a_step_are_forgotten(strategy: DeepSpeed) -> None:
     assert optimizer.averaged_gradients == {0: None, 1: None}
     assert optimizer.micro_step_id == -1
     optimizer.zero_grad.assert_called_once_with()
+
+
+@pytest.mark.parametrize(("norms", "norm"), [([6.0, 8.0], 2.5), ([6.0, -1.0], math.nan)])  # 10 / 4; -1: not finite
+def test_the_norm_of_stage_3_is_that_of_all_groups(strategy: DeepSpeed, norms: list[float], norm: float) -> None:
+    strategy.config["zero_optimization"]["stage"] = 3
+    strategy._optimizers[0]._get_norm_groups.return_value = [torch.tensor(one) for one in norms]
+    assert clip_gradients(strategy, torch.nn.Identity(), [], limit=1.0) == pytest.approx(norm, nan_ok=True)
+    drop_gradients(strategy)
+    strategy._optimizers[0]._overflow_clean_up.assert_called_once_with(4.0)
 
 
 @pytest.mark.cuda
