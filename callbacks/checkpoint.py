@@ -127,6 +127,8 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
     ) -> None:
         """Save where it is due; where the best is told by what is yet to be measured, the last state alone.
 
+        Validation may take long, and the run be killed in it: the last state does not wait for it.
+
         Lightning's own, under manual optimization, knows no ``train_time_interval`` and takes the score of an earlier
         state for this one's.
         """
@@ -134,20 +136,27 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
             return
         candidates = self._monitor_candidates(trainer)
         unknown = self.monitor is not None and (is_held_out(self.monitor) or self.monitor not in candidates)
-        if not unknown or not self._is_validated(trainer):
+        self._defer_save_until_validation = unknown and self._is_validated(trainer)
+        if not self._defer_save_until_validation:
             self._save_topk_checkpoint(trainer, candidates)
-            self._save_last_checkpoint(trainer, candidates)
-            return
-        self._defer_save_until_validation = True
-        loop = trainer.fit_loop
-        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # else it is saved in a moment
-            self._save_last_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save where that is due by epochs, or was put off until now."""
-        if self._every_n_epochs >= 1 or self._defer_save_until_validation:
-            super().on_validation_end(trainer, pl_module)
+        """Save where that is due by epochs, or the best where it was put off until now."""
+        if not self._defer_save_until_validation:
+            if self._every_n_epochs >= 1:
+                super().on_validation_end(trainer, pl_module)
+            return
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        # Lightning's own takes a step whose last state is saved for one whose best is.
+        self._defer_save_until_validation = False
+        candidates, saved = self._monitor_candidates(trainer), self._last_checkpoint_saved
+        has_last = self._last_global_step_saved == trainer.global_step
+        self._save_topk_checkpoint(trainer, candidates)
+        if not has_last or self._last_checkpoint_saved != saved:  # `last` is to know of the new best
+            self._save_last_checkpoint(trainer, candidates)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

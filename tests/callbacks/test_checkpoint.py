@@ -116,7 +116,7 @@ def run_of(tmp_path):
         trainer = Mock(spec=Trainer, callback_metrics={}, world_size=1, ckpt_path=None, loggers=[], current_epoch=0)
         trainer.fast_dev_run = trainer.sanity_checking = False
         trainer.limit_val_batches, trainer.check_val_every_n_epoch = 1.0, None
-        trainer.state, trainer.fit_loop, trainer.datamodule = Mock(fn=TrainerFn.FITTING), Mock(), Mock(val={"a": 1})
+        trainer.state, trainer.datamodule = Mock(fn=TrainerFn.FITTING), Mock(val={"a": 1})
         trainer.strategy = Mock(spec=Strategy)
         trainer.strategy.reduce_boolean_decision.side_effect = lambda decision, all=True: decision
         trainer.strategy.broadcast.side_effect = lambda value: value
@@ -126,7 +126,6 @@ def run_of(tmp_path):
         held_out, seen = is_held_out(metric), []
         for step, score in enumerate(scores, 1):
             trainer.global_step = step
-            trainer.fit_loop.epoch_loop._should_check_val_fx.return_value = held_out and measured(step)
             if not held_out:
                 trainer.callback_metrics[metric] = torch.tensor(score)
             saver.on_train_batch_end(trainer, MODULE, None, None, step - 1)
@@ -165,6 +164,32 @@ def test_a_held_out_score_is_that_of_the_state_it_is_saved_with(run_of, tmp_path
     )
     best = [[value for name, value in folder.items() if name != "last"] for folder in seen]
     assert best == [[], [], [3], [3], [3], [3], [3], [3]]
+
+
+@pytest.mark.parametrize(("save_last", "writes"), [("link", 8), (True, 10), (False, 2)])
+def test_a_kill_in_a_validation_costs_no_save_that_was_due(run_of, tmp_path, monkeypatch, save_last, writes):
+    """Each step is saved before it is validated; of its states 1 and 3 are the best, and saved again as such.
+
+    A ``last`` that is no link is written a second time after those, so that who goes on from it knows them.
+    """
+    before, written = [], []
+
+    def validated(step):
+        before.append(steps_of(tmp_path).get("last"))
+        return True
+
+    saver = ModelCheckpoint(
+        tmp_path, filename="{step}", monitor="val/a/greedy", mode="max", every_n_train_steps=1, save_last=save_last
+    )
+    save = saver._save_checkpoint
+    monkeypatch.setattr(saver, "_save_checkpoint", lambda trainer, path: (written.append(path), save(trainer, path)))
+    *seen, _ = run_of(saver, [0.2, 0.1, 0.3, 0.1, 0.1, 0.0], "val/a/greedy", validated)
+    assert before == ([1, 2, 3, 4, 5, 6] if save_last else [None] * 6)
+    assert [folder.get("last") for folder in seen] == before
+    best = [next(value for name, value in folder.items() if name != "last") for folder in seen]
+    assert best == [1, 1, 3, 3, 3, 3]
+    assert len(written) == writes
+    assert saver._last_global_step_saved == (6 if save_last else 3)
 
 
 @pytest.mark.parametrize("save_top_k", [1, -1])
