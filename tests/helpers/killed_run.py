@@ -32,6 +32,8 @@ from grpo_lit.strategies.checkpoint_io import AtomicCheckpointIO
 
 #: Each half of a write, and the moments between the moves that put it in place, last this long [s].
 SLOW = 0.05
+#: Two ranks that are killed fewer times than this are killed in saves alone.
+FEW = 6
 #: How long a rank may take to see that the other one is gone [s].
 ALONE = 30.0
 
@@ -174,18 +176,21 @@ def main(model: str, folder: Path, strategy: str, seed: int, kills: int) -> None
                     sys.exit("the run ended by itself")
                 time.sleep(0.002)
 
-        wait_until(lambda saved=saved: max(read(journal, "saved"), default=0) >= saved + 2)
-        aimed = number % 2 == 1 or ranks > 1  # while it writes; the others at any time
+        for step in (1, 2):
+            begun_step = time.monotonic()
+            wait_until(lambda step=saved + step: max(read(journal, "saved"), default=0) >= step)
+        # While it writes; the others anywhere in a step, which lasts as long as the one before.
+        aimed, lasts = number % 2 == 1 or (ranks > 1 and kills < FEW), time.monotonic() - begun_step
         if aimed:
             wait_until(lambda: any(saved_in.glob(".*.unfinished")))
-        time.sleep(moments.uniform(0, SLOW if aimed else 8 * SLOW))
+        time.sleep(moments.uniform(0, SLOW if aimed else lasts))
         alone = end(children, victim=number % ranks)
         left = sorted(file.name for file in saved_in.iterdir())
         for name in left:
             if not name.startswith("."):  # every file of every checkpoint, the shards of both ranks
                 AtomicCheckpointIO().load_checkpoint(saved_in / name)
         told = {"began": read(journal, "began")[begun:], "saved": max(read(journal, "saved")), "left": left}
-        print(json.dumps({**told, "ended": alone}), flush=True)
+        print(json.dumps({**told, "aimed": aimed, "ended": alone}), flush=True)
     last = max(read(journal, "saved")) + 2
     (child,) = forked(model, folder, strategy, last, ranks=1)
     _, status = os.waitpid(child, 0)
