@@ -15,7 +15,7 @@ from grpo_lit import objectives, rewards
 from grpo_lit.data import files, hub, mixture, reasoning_gym
 from grpo_lit.data.module import RolloutDataModule
 from grpo_lit.errors import ConfigError, EngineError, RewardError, TrainingError
-from grpo_lit.interrupts import Interrupted, ending_in_order, is_first_rank, outcome_of, started_by_lightning
+from grpo_lit.interrupts import Interrupted, ending_in_order, handle, is_first_rank, outcome_of, started_by_lightning
 from grpo_lit.mistakes import PlainParser, condensed
 from grpo_lit.module import GRPOModule
 from grpo_lit.quiet import quieten
@@ -76,13 +76,16 @@ class GRPOCLI(LightningCLI):
             trainer.callbacks = [part for part in trainer.callbacks if not part.class_path.endswith("ProgressBar")]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return the trainer, with SIGTERM left to :mod:`grpo_lit.interrupts`.
+        """Return the trainer, with SIGTERM, and SLURM's signal before the time limit, left to grpo_lit.interrupts.
 
         Lightning waits for the end of the batch, while vLLM's processes end at once; and with several ranks it starts a
-        collective inside of the signal's handler, which hangs where a rank is in another one.
+        collective inside of the signal's handler, which hangs where a rank is in another one. Of a SLURM job it would
+        save there too, in the middle of a step, and queue the job again.
         """
         trainer = super().instantiate_trainer(**kwargs)
-        trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
+        signals = trainer._signal_connector
+        signals._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
+        signals._slurm_sigusr_handler_fn = handle  # type: ignore[method-assign]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

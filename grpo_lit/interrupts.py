@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_only
 #: A launcher may pass on what the terminal has sent already: Ctrl-C again within this time is the same one [s].
 _SAME = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Interrupted(BaseException):
@@ -32,7 +31,7 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(_NAMES[signal.Signals(number)])
+        super().__init__(_name(number))
         #: Exit status of a process that ends because of it.
         self.status = 128 + number
         #: What the run left behind, for the user.
@@ -50,7 +49,7 @@ class _Watch:
         """Raise for the first signal; end everything at once where Ctrl-C comes again."""
         if self.came_at is None:
             self.came_at = time.monotonic()
-            _say(f"{_NAMES[signal.Signals(number)]}: saving and ending; one more Ctrl-C ends at once, unsaved")
+            _say(f"{_name(number)}: saving and ending; one more Ctrl-C ends at once, unsaved")
             if self._held:
                 self._waiting = number
                 return
@@ -72,7 +71,7 @@ class _Watch:
 
 
 _WATCH = _Watch()
-held_back = _WATCH.held_back
+held_back, handle = _WATCH.held_back, _WATCH.handle
 
 
 @contextmanager
@@ -140,6 +139,10 @@ def started_by_lightning(trainer: Trainer) -> bool:
 def is_first_rank() -> bool:
     """Whether this process speaks for all; known before there is a trainer."""
     return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _say(text: str) -> None:

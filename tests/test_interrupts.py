@@ -109,9 +109,19 @@ class Signals(EvenShare):
         return super().__call__(prompt, completions)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_saves_and_says_how_to_go_on(number, status, tmp_path, tiny_model_path, monkeypatch, capsys, caplog):
+#: One task of a job, in which Lightning would answer SIGUSR1 by saving at once and queueing the job again.
+JOB = {"NTASKS": "1", "JOB_NAME": "some", "JOB_ID": "1", "LOCALID": "0", "NODEID": "0", "PROCID": "0", "NNODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "job"),
+    [(signal.SIGINT, 130, {}), (signal.SIGTERM, 143, {}), (signal.SIGUSR1, 138, JOB)],
+)
+def test_a_run_saves_and_says_how_to_go_on(number, status, job, tmp_path, tiny_model_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    before = signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(sys.modules["toys"], "Signals", Signals, raising=False)
     monkeypatch.setattr(Signals, "__module__", "toys")
     Signals.number, Signals.calls = number, 0
@@ -122,6 +132,7 @@ def test_a_run_saves_and_says_how_to_go_on(number, status, tmp_path, tiny_model_
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == status
+    assert signal.getsignal(signal.SIGUSR1) == before
     last = "runs/base/version_0/checkpoints/last.ckpt"
     *_, said = capsys.readouterr().err.splitlines()
     assert said.endswith(
