@@ -1,7 +1,8 @@
 """Runs of the command line that tell what came out, for one process or each of two: tests/runs/test_ranks.py."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from toys import Record
 
-from grpo_lit.cli import run
+from grpo_lit.cli import main, run
 from grpo_lit.policy.checkpoint import empty_model
 from grpo_lit.policy.policy import Policy
 from grpo_lit.policy.sharding import read_shards, shard
@@ -71,6 +72,18 @@ def fit(
         words: More of the command line.
         resume: A checkpoint to go on from.
     """
+    with _inside(folder, checkpoint, strategy, recipe) as command:
+        cli = run([*command, *words, *(["--ckpt_path", resume] if resume else [])])
+    weights = {name: tensor.detach().clone() for name, tensor in cli.model.named_weights()}
+    (record,) = [part for part in cli.trainer.callbacks if isinstance(part, Record)]
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    launcher = type(cli.trainer.strategy.cluster_environment).__name__ if strategy != "single" else ""
+    return {"weights": weights, "global_step": cli.trainer.global_step, "launcher": launcher, **record.kept}
+
+
+@contextmanager
+def _inside(folder: str, checkpoint: str, strategy: str, recipe: str) -> Iterator[list[str]]:
+    """Make a folder the working one, and give the command of a run in it."""
     Path(folder).mkdir(exist_ok=True)  # every rank
     before = Path.cwd()
     overlay = yaml.safe_load(OVERLAY)
@@ -78,17 +91,21 @@ def fit(
     tiny = Path(folder) / f"tiny{os.environ.get('LOCAL_RANK', '')}.yaml"
     tiny.write_text(yaml.safe_dump(overlay))
     files = [*(CONFIGS / f"{name}.yaml" for name in ("base", f"recipe/{recipe}", f"strategy/{strategy}")), tiny]
-    arguments = [word for file in files for word in ("--config", str(file))]
     os.chdir(folder)
     try:
-        cli = run(["fit", *arguments, *words, *(["--ckpt_path", resume] if resume else [])])
+        yield ["fit", *(word for file in files for word in ("--config", str(file)))]
     finally:
         os.chdir(before)
-    weights = {name: tensor.detach().clone() for name, tensor in cli.model.named_weights()}
-    (record,) = [part for part in cli.trainer.callbacks if isinstance(part, Record)]
-    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
-    launcher = type(cli.trainer.strategy.cluster_environment).__name__ if strategy != "single" else ""
-    return {"weights": weights, "global_step": cli.trainer.global_step, "launcher": launcher, **record.kept}
+
+
+def interrupt(folder: str, checkpoint: str, strategy: str, words: Sequence[str]) -> int:
+    """Train until a signal, and return the exit status."""
+    with _inside(folder, checkpoint, strategy, "grpo") as command:
+        try:
+            main([*command, *words])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+    return 0
 
 
 def clip_known_gradient() -> dict[str, tuple[float, list[float]]]:

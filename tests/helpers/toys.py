@@ -1,6 +1,8 @@
 """Small parts that tests plug into the real training path."""
 
 import os
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -86,6 +89,20 @@ class Alternating(Reward):
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
         silent = place(prompt) < self.until and place(prompt) % 2
         return [0.0] * len(completions) if silent else EvenShare()(prompt, completions)
+
+
+class InterruptsBoth(Alternating):
+    """Alternating, until both ranks are in the third rollout of 3 prompts, where SIGTERM reaches them."""
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        if place(prompt) >= 6:
+            store, rank = _get_default_store(), int(os.environ["LOCAL_RANK"])
+            store.set(f"interrupted/{rank}", str(os.getpid()))
+            if rank == 0:
+                for pid in [int(store.get(f"interrupted/{other}")) for other in (1, 0)]:
+                    os.kill(pid, signal.SIGTERM)
+            time.sleep(30)  # what the signal raises ends this
+        return super().__call__(prompt, completions)
 
 
 class FailsOnOneRank(EvenShare):

@@ -13,12 +13,13 @@ import pytest
 import torch
 from heldout_run import evaluate
 from pair import Pair, leave_alone
-from ranks_run import clip_known_gradient, fail_on_one_rank, fit, peak_of_building
+from ranks_run import clip_known_gradient, fail_on_one_rank, fit, interrupt, peak_of_building
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_lit.dry_run.footprint import Footprint
 from grpo_lit.export import export
 from grpo_lit.module import GRPOModule
+from grpo_lit.strategies.checkpoint_io import AtomicCheckpointIO
 
 #: By recipe: further settings. Of the first rollout, one of two ranks draws only groups without signal. 3 groups on 2
 #: ranks are 2 and 1; GSPO's 4 and DAPO's 2 updates leave ranks without any. DAPO's rollouts are drawn ahead: the
@@ -208,6 +209,26 @@ def test_any_strategy_goes_on_from_any_checkpoint(run: Callable[..., list[Run]],
     again = run(goes_on, "grpo", resume=str(stopped))
     assert len(again[0]["loss"]) == 3
     assert_equal(again, one)
+
+
+#: Nothing is saved on schedule before the interruption.
+RARELY = """{class_path: callbacks.ModelCheckpoint,
+  init_args: {dirpath: saved, filename: "{step}", every_n_train_steps: 4, save_last: link, save_on_exception: true}}"""
+
+
+def test_sigterm_to_both_saves_what_was_learnt(
+    run: Callable[..., list[Run]], pair: Pair, ragged_model: str, tmp_path: Path
+) -> None:
+    """In the third rollout; the shards that both write together are those of the undisturbed run's second step."""
+    reward = ALTERNATING.format(8).replace("Alternating", "InterruptsBoth")
+    words = [*SETTINGS["grpo"], "--data.rewards.rewards.some.reward", reward, "--trainer.callbacks", f"[{RARELY}]"]
+    assert pair(interrupt, str(tmp_path / "run"), ragged_model, "fsdp2", words) == [143, 143]
+    assert "SIGTERM: ended after step 2, the engine too; saved in saved/last.ckpt" in pair.logs()[0]
+    undisturbed = run("fsdp2", "grpo")[0]["folder"] / "saved" / "step=2.ckpt"
+    saved, expected = map(AtomicCheckpointIO().load_checkpoint, (tmp_path / "run/saved/last.ckpt", undisturbed))
+    assert saved["global_step"] == 2
+    for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(saved[key], expected[key], rtol=0, atol=0)
 
 
 def test_a_gradient_of_norm_5_is_clipped_to_1_however_it_is_sharded(pair: Pair) -> None:
