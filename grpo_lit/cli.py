@@ -85,7 +85,7 @@ class GRPOCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         signals = trainer._signal_connector
         signals._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
-        signals._slurm_sigusr_handler_fn = handle  # type: ignore[method-assign]
+        signals._slurm_sigusr_handler_fn = handle  # type: ignore[method-assign, assignment]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import os
 import re
 from typing import Any
 
@@ -116,21 +117,36 @@ def _check_accelerator(name: str) -> None:
         raise ConfigError(f"`trainer.accelerator` expected a device of this machine, but got {name}: use cpu")
 
 
+def _gpus(accelerator: str) -> tuple[str, int] | None:
+    """Return what GPUs a run would take, and how many this process sees; ``None``: it would take none."""
+    if accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available():
+        return "CUDA", torch.cuda.device_count()
+    if accelerator in ("mps", "gpu", "auto") and torch.backends.mps.is_available():
+        return "MPS", 1
+    return None
+
+
 def _check_devices(devices: Any, accelerator: str) -> None:
     """Refuse numbers of devices that mean nothing, or more than there are."""
-    on_cuda = accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
-    if devices == "auto" or (on_cuda and devices in (-1, "-1")):
+    gpus = _gpus(accelerator)
+    if devices == "auto" or (gpus and devices in (-1, "-1")):
         return
-    if isinstance(devices, str) and re.fullmatch(r"\d+(,\d*)*", devices):  # "2", or "0,1": the first and the second
-        devices = [int(n) for n in devices.split(",") if n] if "," in devices else int(devices)
-    if isinstance(devices, list) and on_cuda and devices:
+    if isinstance(devices, str) and re.fullmatch(r"\s*\d+\s*(,\s*\d*\s*)*", devices):  # "2", or "0, 1": both of them
+        devices = [int(n) for n in devices.split(",") if n.strip()] if "," in devices else int(devices)
+    if isinstance(devices, list) and gpus and devices:
         wanted = max(devices) + 1
     elif isinstance(devices, int) and devices > 0:
         wanted = devices
     else:
         raise ConfigError(f"`trainer.devices` expected a number >= 1, or auto, but got {devices!r} with {accelerator}")
-    if on_cuda and torch.cuda.is_available() and wanted > (there := torch.cuda.device_count()):
-        raise ConfigError(
-            f"`trainer.devices` expected at most the {there} CUDA devices of this machine, but got {devices}; "
-            "`trainer.num_nodes` counts machines"
-        )
+    if gpus is None or wanted <= gpus[1]:
+        return
+    kind, there = gpus
+    advice = "`trainer.num_nodes` counts machines"
+    if there == 1 and torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        if os.environ.get("LOCAL_RANK") == "0":
+            return  # each rank may be shown its own device alone, and all of them call it the first
+        advice = "ranks that see one device each, under torchrun, need its --virtual-local-rank"
+    raise ConfigError(
+        f"`trainer.devices` expected at most the {there} {kind} devices of this machine, but got {devices}; {advice}"
+    )

@@ -60,7 +60,8 @@ def test_what_cannot_work_is_refused_by_its_key(
 
 
 @pytest.mark.parametrize(
-    ("devices", "most"), [(4, 4), ("2", 4), ("auto", 4), (-1, 4), ("-1", 4), ([0, 3], 4), ("0,3", 4), (99, 2), ([2], 2)]
+    ("devices", "most"),
+    [(4, 4), ("2", 4), ("auto", 4), (-1, 4), ("-1", 4), ([0, 3], 4), ("0, 3", 4), (99, 2), ([2], 2)],
 )
 def test_cuda_devices_are_counted(devices: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,6 +72,31 @@ def test_cuda_devices_are_counted(devices: Any, most: int, monkeypatch: pytest.M
         return
     with pytest.raises(ConfigError, match=r"`trainer\.devices` expected at most the 2 CUDA devices"):
         check_processes(asked)
+
+
+def test_ranks_of_torchrun_may_see_one_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --virtual-local-rank; without it, all but the first would take a device that they do not see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = trainer(devices=8, accelerator="cuda")
+    with pytest.raises(ConfigError, match=r"at most the 1 CUDA devices.*`trainer\.num_nodes`"):
+        check_processes(asked)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_processes(asked)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match=r"at most the 1 CUDA devices.*--virtual-local-rank"):
+        check_processes(asked)
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+def test_the_one_device_of_mps_is_counted(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for devices in (-1, "-1", 1, "0,", [0]):
+        check_processes(trainer(devices=devices, accelerator=accelerator))
+    with pytest.raises(ConfigError, match=r"`trainer\.devices` expected at most the 1 MPS devices"):
+        check_processes(trainer(devices=2, accelerator=accelerator))
 
 
 def test_what_works_is_let_through() -> None:
