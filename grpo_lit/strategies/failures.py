@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import traceback
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed import Store
@@ -22,7 +24,7 @@ _LOOK = 1.0
 #: How long a failing rank waits for the others to read its message, and they for their own end, which a broken
 #: connection mostly brings at once; a collective of NCCL waits for the process group's time-out [s].
 _GRACE = 10.0
-#: A rank that has given no sign for so long was killed, and nobody waits for it [s].
+#: A rank that has given no sign for so long was killed, or is held up as if it were, and nobody waits for it [s].
 _SILENCE = 5.0
 #: Most characters of a message.
 _LENGTH = 4000
@@ -122,8 +124,20 @@ class FailureWatch(Callback):
                 break
             time.sleep(_LOOK / 10)
         for rank in silent:
-            said = f"rank {rank} has given no sign for {_SILENCE:g} s: it was killed, or its machine is gone"
+            said = f"rank {rank} has not answered for {_SILENCE:g} s: {self._fate(rank)}"
             print(said, file=sys.stderr, flush=True)
+
+    def _fate(self, rank: int) -> str:
+        """Return what is known of a rank that is silent; its process can be looked up on this machine alone."""
+        store, key = _get_default_store(), f"{self._run}/process/{rank}"
+        host, pid = store.get(key).decode().rsplit(" ", 1) if store.check([key]) else ("", "0")
+        if host != socket.gethostname():
+            return "it was killed, its machine is gone, or something in it holds Python's lock"
+        try:
+            ended = psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            ended = True
+        return "its process has ended" if ended else f"its process {pid} is there: something in it holds Python's lock"
 
     @classmethod
     def begin(cls, trainer: Any) -> None:
@@ -141,6 +155,7 @@ class FailureWatch(Callback):
     def _look(self, trainer: Trainer) -> None:
         store = _get_default_store()
         try:
+            store.set(f"{self._run}/process/{trainer.global_rank}", f"{socket.gethostname()} {os.getpid()}")
             while not store.check([f"{self._run}/message"]):
                 store.add(f"{self._run}/alive/{trainer.global_rank}", 1)
                 if self._finished.wait(_LOOK):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -85,8 +87,22 @@ def test_ctrl_c_and_sigterm_are_told_and_wait_for_nobody(
     trainer.strategy.launcher.kill.assert_called_once_with(signal.SIGTERM)  # the ranks it started save too
 
 
-def test_a_rank_that_was_killed_is_not_waited_for_and_named(
-    watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("process", "fate"),
+    [
+        (None, "its process {pid} is there: something in it holds Python's lock"),
+        (ended_process, "its process has ended"),
+        ("elsewhere 1", "it was killed, its machine is gone, or something in it holds Python's lock"),
+    ],
+)
+def test_a_rank_that_is_silent_is_not_waited_for_and_named(
+    process: Any, fate: str, watch: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``kill -9``: the other finds its connection broken, and nobody to tell of it."""
     monkeypatch.setattr(failures, "_GRACE", 60.0)
@@ -95,10 +111,13 @@ def test_a_rank_that_was_killed_is_not_waited_for_and_named(
     killed.setup(its, MODULE, "fit")
     time.sleep(0.2)
     killed._stop()  # without a word
+    if process is not None:
+        where = process if isinstance(process, str) else f"{socket.gethostname()} {process()}"
+        failures._get_default_store().set("run/process/1", where)
     started = time.monotonic()
     rank.on_exception(trainer, MODULE, RuntimeError("connection closed"))
     assert 0.4 < time.monotonic() - started < 10
-    assert "rank 1 has given no sign for 0.5 s: it was killed" in capsys.readouterr().err
+    assert f"rank 1 has not answered for 0.5 s: {fate.format(pid=os.getpid())}\n" in capsys.readouterr().err
 
 
 def test_a_connection_that_broke_first_is_not_taken_for_the_cause(
@@ -112,7 +131,7 @@ def test_a_connection_that_broke_first_is_not_taken_for_the_cause(
     said = capsys.readouterr().err
     assert "rank 1 failed, and ends the run" in said
     assert "ValueError: the cause" in said
-    assert "no sign" not in said
+    assert "not answered" not in said
 
 
 def test_a_single_process_tells_nobody(watch: Callable) -> None:
