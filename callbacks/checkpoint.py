@@ -19,6 +19,7 @@ from grpo_lit.errors import ConfigError, SaveError
 from grpo_lit.interrupts import Interrupted
 from grpo_lit.metrics.names import is_held_out
 from grpo_lit.strategies import FSDP2
+from grpo_lit.strategies.checkpoint_io import in_own_format
 from grpo_lit.strategies.failures import stop_at_same_step
 from grpo_lit.strategies.reading import check_there
 from grpo_lit.strategies.saving import check_writable, finish, link, sweep
@@ -101,7 +102,7 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
             finish(Path(self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)))  # it may have no name right now
         found = super()._find_last_checkpoints(trainer)
         for path in found:
-            if _is_local_file_protocol(path):
+            if _is_local_file_protocol(path) and in_own_format(trainer.strategy):
                 check_there(Path(path))  # Lightning would begin anew where a link points to nothing
         if found or self.dirpath is not None or trainer.log_dir is None:
             return found

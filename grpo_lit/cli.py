@@ -21,6 +21,7 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.quiet import quieten
 from grpo_lit.rollouts import transformers, vllm, vllm_server
 from grpo_lit.strategies import DeepSpeed
+from grpo_lit.strategies.checkpoint_io import in_own_format
 from grpo_lit.strategies.checks import check_processes, refusal
 from grpo_lit.strategies.reading import inspect
 from grpo_lit.strategies.saving import check_writable
@@ -104,7 +105,7 @@ class GRPOCLI(LightningCLI):
         """Look at the checkpoint to go on from, and at where the run is logged, before anything takes time."""
         path, strategy = self.config[self.subcommand].get("ckpt_path"), self.trainer.strategy
         named = path is not None and path.split(":")[0] not in _FOUND_LATER and _is_local_file_protocol(path)
-        if named and not isinstance(strategy, DeepSpeed):  # which has a format of its own
+        if named and in_own_format(strategy) and not isinstance(strategy, DeepSpeed):  # which has a format of its own
             inspect(Path(path), weights_only=self.config[self.subcommand].get("weights_only"))
         for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
             if logger.save_dir is not None and _is_local_file_protocol(logger.save_dir):

@@ -82,3 +82,9 @@ def save_atomically(strategy: Strategy) -> None:
     """Exchange Lightning's way of writing checkpoints; one that the user chose stays."""
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def in_own_format(strategy: Strategy) -> bool:
+    """Return whether checkpoints are files of torch or folders of shards: a user's plug-in may write anything."""
+    chosen = strategy.checkpoint_io
+    return type(getattr(chosen, "checkpoint_io", chosen)) in (TorchCheckpointIO, AtomicCheckpointIO)  # or wrapped ones

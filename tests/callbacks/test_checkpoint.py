@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks import ModelCheckpoint
@@ -225,12 +226,14 @@ def test_the_last_of_a_run_lies_in_an_earlier_version(tmp_path):
         folder = tmp_path / f"version_{version}/checkpoints"
         folder.mkdir(parents=True)
         (folder / ("last.ckpt" if version < 10 else "step=1.ckpt")).write_text("")
-    trainer = Mock(spec=Trainer, loggers=[TensorBoardLogger(tmp_path, name="")])
+    trainer = Mock(spec=Trainer, loggers=[TensorBoardLogger(tmp_path, name="")], strategy=SingleDeviceStrategy("cpu"))
     trainer.log_dir = str(tmp_path / "version_11")
     assert ModelCheckpoint()._find_last_checkpoints(trainer) == {str(tmp_path / "version_9/checkpoints/last.ckpt")}
     (tmp_path / "last.ckpt").symlink_to("step=1.ckpt")
     with pytest.raises(ConfigError, match=r"a link to step=1\.ckpt, which is gone"):
         ModelCheckpoint(tmp_path)._find_last_checkpoints(trainer)
+    trainer.strategy.checkpoint_io = Mock(spec=CheckpointIO)  # of which a checkpoint may be anything
+    assert ModelCheckpoint(tmp_path)._find_last_checkpoints(trainer) == {str(tmp_path / "last.ckpt")}
 
 
 @pytest.mark.parametrize(

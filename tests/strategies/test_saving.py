@@ -11,12 +11,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_lit.errors import ConfigError, SaveError
-from grpo_lit.strategies.checkpoint_io import AtomicCheckpointIO, save_atomically
+from grpo_lit.strategies.checkpoint_io import AtomicCheckpointIO, in_own_format, save_atomically
 from grpo_lit.strategies.saving import (
     METADATA,
     begin,
@@ -123,6 +123,8 @@ def test_what_the_user_chose_stays() -> None:
     save_atomically(chosen)
     assert isinstance(plain.checkpoint_io, AtomicCheckpointIO)
     assert not isinstance(chosen.checkpoint_io, TorchCheckpointIO)
+    own = SingleDeviceStrategy("cpu", checkpoint_io=Mock(spec=CheckpointIO))
+    assert [in_own_format(strategy) for strategy in (plain, chosen, own)] == [True, True, False]
 
 
 def test_a_save_that_fails_between_the_moves_leaves_the_old_one(
