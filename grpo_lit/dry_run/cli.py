@@ -13,7 +13,7 @@ from rich.table import Table
 from grpo_lit import cli as command_line
 from grpo_lit.data.checks import check_counts, check_room
 from grpo_lit.data.module import RolloutDataModule
-from grpo_lit.dry_run.footprint import Footprint, activation_bytes, cache_bytes
+from grpo_lit.dry_run.footprint import Footprint, activations, cache_bytes
 from grpo_lit.dry_run.options import DESCRIPTION, OPTIONS
 from grpo_lit.dry_run.plan import STRATEGIES, Copies, Plan, Sharding, plan
 from grpo_lit.dry_run.room import GIB, Room, room_of_a_rank
@@ -199,7 +199,7 @@ def main(args: Sequence[str] | None = None) -> int:
         footprint = Footprint.of(module, weights_dtype(precision))
         workload = _workload(parsed, module)
         autocast = torch.bfloat16 if precision == "bf16-mixed" else None
-        activations = activation_bytes(module, workload.largest_pack(), autocast)
+        kept = activations(module, workload.largest_pack(), autocast)
         together = max(world_size // int(parsed.trainer.num_nodes), 1)
         rooms = {name: room_of_a_rank(parsed.memory_gib, 1 if name == "single" else together) for name in STRATEGIES}
         copies, sharding = _copies(parsed, module, footprint), _sharding(strategy, rooms["fsdp2"].on_device)
@@ -207,9 +207,14 @@ def main(args: Sequence[str] | None = None) -> int:
         errors.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
     at_once = parsed.data.rollout.asynchronous is not None
-    plans = {name: plan(name, world_size, footprint, workload, copies, activations, sharding) for name in STRATEGIES}
+    plans = {name: plan(name, world_size, footprint, workload, copies, kept, sharding) for name in STRATEGIES}
     Console().print(table(plans, chosen, world_size, at_once))
     print(f"a rank may take {rooms[chosen].bytes / GIB:.2f} GiB: {rooms[chosen].said_by}")
+    if kept.moved:
+        print(
+            f"model.activation_offload: {kept.moved / GIB:.2f} GiB of a rank's activations wait pinned in the "
+            "machine's memory, beside a GPU, and are not counted"
+        )
     if footprint.assumed_states:
         errors.print("the optimizer's states are taken to be two float32 numbers for each parameter")
     return tell_what_does_not_fit({name: made.total(at_once) for name, made in plans.items()}, rooms, chosen)

@@ -16,6 +16,7 @@ from grpo_lit.module import GRPOModule
 from grpo_lit.policy import head
 from grpo_lit.policy.attention import no_mask
 from grpo_lit.policy.checkpoint import empty_model
+from grpo_lit.policy.offload import WORTH_MOVING, is_weight
 from grpo_lit.policy.packing import Pack
 from grpo_lit.policy.policy import Policy
 from grpo_lit.policy.sharding import decoder_layers
@@ -135,13 +136,27 @@ def _states(module: GRPOModule, trained: Sequence[nn.Parameter]) -> tuple[Sizes,
     return Sizes.of(tensors, [parameter.shape for parameter in trained]), False
 
 
-def activation_bytes(module: GRPOModule, pack: Pack, autocast: torch.dtype | None = None) -> int:
+@dataclass(frozen=True)
+class Activations:
+    """What a micro-batch takes of a forward pass for its backward.
+
+    Attributes:
+        held: Where the policy computes [bytes].
+        moved: What waits in the machine's memory instead [bytes].
+    """
+
+    held: int
+    moved: int = 0
+
+
+def activations(module: GRPOModule, pack: Pack, autocast: torch.dtype | None = None) -> Activations:
     """Return what the policy keeps of a micro-batch for its backward, and the buffers of its head.
 
     The forward pass runs on tensors that have shapes and no memory; what autograd keeps of it is added up. With
-    gradient checkpointing one layer is made anew at a time. The head recomputes its logits: it holds a chunk of them,
-    and the gradients of its weight and of the hidden states. That is what lives at once; allocators take some more, and
-    kernels of a CUDA device keep other things than a CPU's.
+    gradient checkpointing one layer is made anew at a time; of what is moved to the machine's memory, one layer's part
+    is made, or back, at a time. The head recomputes its logits: it holds a chunk of them, and the gradients of its
+    weight and of the hidden states. That is what lives at once; allocators take some more, and kernels of a CUDA device
+    keep other things than a CPU's.
 
     Args:
         module: Measured by :meth:`Footprint.of`.
@@ -149,32 +164,43 @@ def activation_bytes(module: GRPOModule, pack: Pack, autocast: torch.dtype | Non
         autocast: Precision of products, where it is not the parameters'.
     """
     policy, fake = module.policy, FakeTensorMode(allow_non_fake_inputs=True)
+    layers, least = len(decoder_layers(policy)), float(WORTH_MOVING) if module.activation_offload else math.inf
     with fake:
         policy.to_empty(device="cpu")
-        kept = _kept(policy, pack, autocast)
+        kept, moved = _kept(policy, pack, autocast, least)
+        kept += moved // layers
         if module.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            kept = _kept(policy, pack, autocast) + kept // len(decoder_layers(policy))
+            kept = _kept(policy, pack, autocast)[0] + kept // layers
     weight = policy.model.get_output_embeddings().weight
     tokens, (vocabulary, width) = len(pack.predictor), weight.shape
     chunk = min(head.CHUNK_BYTES, 4 * tokens * vocabulary)
-    return kept + 2 * tokens * width * weight.element_size() + chunk + weight.nbytes
+    return Activations(kept + 2 * tokens * width * weight.element_size() + chunk + weight.nbytes, moved)
 
 
-def _kept(policy: Policy, pack: Pack, autocast: torch.dtype | None) -> int:
-    """Return the bytes that autograd keeps of a forward pass, each storage once and no parameter's."""
-    seen: dict[int, Tensor] = {}
+def _kept(policy: Policy, pack: Pack, autocast: torch.dtype | None, least: float = math.inf) -> tuple[int, int]:
+    """Return the bytes that autograd keeps of a forward pass, each storage once and no parameter's, and moved ones.
+
+    Those are copies of the tensors of at least so many bytes, as :func:`grpo_lit.policy.offload.offloaded` makes them.
+    """
+    own = {tensor.untyped_storage()._cdata for tensor in (*policy.parameters(), *policy.buffers())}
+    stay: dict[int, Tensor] = {}
+    moved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        seen[tensor.untyped_storage()._cdata] = tensor
+        if tensor.untyped_storage()._cdata in own:
+            return tensor
+        if tensor.nbytes >= least and not is_weight(tensor):
+            moved.append(tensor)
+        else:
+            stay[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     packed = {} if pack.layout is None else {"layout": pack.layout, "attention_mask": no_mask(pack.input_ids)}
     precision = torch.autocast("cpu", autocast) if autocast else nullcontext()
     with precision, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy.model.base_model(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed)
-    own = {tensor.untyped_storage()._cdata for tensor in (*policy.parameters(), *policy.buffers())}
-    return sum(tensor.untyped_storage().nbytes() for storage, tensor in seen.items() if storage not in own)
+    return sum(tensor.untyped_storage().nbytes() for tensor in stay.values()), sum(tensor.nbytes for tensor in moved)
 
 
 def cache_bytes(checkpoint: str, tokens: int, element: int) -> int:

@@ -3,13 +3,15 @@
 import math
 from dataclasses import dataclass
 
-from grpo_lit.dry_run.footprint import Footprint
+from grpo_lit.dry_run.footprint import Activations, Footprint
 from grpo_lit.dry_run.workload import Workload
 
 #: Strategies that are compared.
 STRATEGIES = ("single", "ddp", "fsdp2")
 #: Memory that is taken while the learner makes a step, and while the engine samples.
 LEARNING, SAMPLING = ("gradients", "activations", "in transit"), "engine's cache"
+#: What of the activations waits in the machine's memory.
+_MOVED = "activations, moved"
 #: What FSDP2 can leave in the machine's memory.
 _SHARDED = ("parameters", "gradients", "optimizer", "reference", "old policy")
 #: Bytes of DDP's first bucket of gradients, which is sent while backward goes on, and of its others.
@@ -86,7 +88,7 @@ def plan(
     footprint: Footprint,
     workload: Workload,
     copies: Copies,
-    activations: int,
+    activations: Activations,
     sharding: Sharding = Sharding(),
 ) -> Plan:
     """Return what a rank holds and does under a strategy.
@@ -97,7 +99,7 @@ def plan(
         footprint: Of the policy.
         workload: Of a step.
         copies: What else there is.
-        activations: Of a micro-batch [bytes].
+        activations: Of a micro-batch.
         sharding: How FSDP2 is set.
     """
     ranks = 1 if strategy == "single" else world_size
@@ -111,16 +113,19 @@ def plan(
         "old policy": copies.old_policy * own,
         "engine": copies.engine,
         SAMPLING: copies.cache * workload.sampled_at_once(ranks, copies.rows),
-        "activations": activations,
+        "activations": activations.held,
         "in transit": _in_transit(strategy, footprint, sharding),
     }
+    elsewhere = _SHARDED if strategy == "fsdp2" and sharding.offload else ()
+    if activations.moved:
+        memory[_MOVED], elsewhere = activations.moved, (*elsewhere, _MOVED)
     micro_batches = workload.micro_batches(ranks)
     return Plan(
         memory=memory,
         tokens=math.ceil(workload.prompts / ranks) * workload.completions * workload.completion_tokens,
         micro_batches=micro_batches,
         collectives={} if ranks == 1 else _collectives(strategy, footprint, micro_batches, copies.scoring, sharding),
-        elsewhere=_SHARDED if strategy == "fsdp2" and sharding.offload else (),
+        elsewhere=elsewhere,
     )
 
 

@@ -34,7 +34,7 @@ def offloaded(weights: nn.Module, device: torch.device, least: int = WORTH_MOVIN
 
     def pack(tensor: Tensor) -> Tensor | _Moved:
         size = tensor.numel() * tensor.element_size()
-        weight = tensor.untyped_storage().data_ptr() in stays or _is_weight(tensor)
+        weight = tensor.untyped_storage().data_ptr() in stays or is_weight(tensor)
         if tensor.device != device or size < least or weight:
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
@@ -47,7 +47,7 @@ def offloaded(weights: nn.Module, device: torch.device, least: int = WORTH_MOVIN
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor is a weight, or what autocast made of one, which all micro-batches of a step share."""
     if isinstance(tensor, nn.Parameter):
         return True

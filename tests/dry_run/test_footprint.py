@@ -9,10 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from grpo_lit.dry_run.footprint import Footprint, Sizes, activation_bytes, cache_bytes
+from grpo_lit.dry_run.footprint import Footprint, Sizes, activations, cache_bytes
 from grpo_lit.dry_run.workload import Workload
 from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
+from grpo_lit.policy import offload
 from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.policy import Policy
@@ -65,7 +66,7 @@ def test_activations_are_those_of_a_real_pass(tiny_model_path: Path, checkpointi
     pack = Workload(400, 4, 20, 20, budget=8192, share_prefix=True).largest_pack()
     module = GRPOModule(str(tiny_model_path), gradient_checkpointing=checkpointing)
     Footprint.of(module)
-    told = activation_bytes(module, pack)
+    told = activations(module, pack).held
     policy = Policy(load_model(str(tiny_model_path))).train()
     if checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -79,6 +80,30 @@ def test_activations_are_those_of_a_real_pass(tiny_model_path: Path, checkpointi
     measured = max(accumulate(size for _, size in taken))
     print(f"{told / 2**20:.1f} MiB told, {measured / 2**20:.1f} measured")
     assert measured / 1.25 < told < 1.25 * measured
+
+
+def test_moved_activations_are_those_of_a_real_pass(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, copies are made of the same tensors. Of 2 layers, the half of them is back at a time."""
+    pack = Workload(400, 4, 20, 20, budget=8192, share_prefix=True).largest_pack()
+    module = GRPOModule(str(tiny_model_path), activation_offload=True)
+    Footprint.of(module)
+    told, module.activation_offload = activations(module, pack), False
+    Footprint.of(module)
+    whole = activations(module, pack)
+    copies: list[int] = []
+
+    class Counted(offload._Moved):
+        def __init__(self, copy: torch.Tensor, device: torch.device) -> None:
+            super().__init__(copy, device)
+            copies.append(copy.nbytes)
+
+    monkeypatch.setattr(offload, "_Moved", Counted)
+    policy = Policy(load_model(str(tiny_model_path))).train()
+    policy.offloads = True
+    policy(pack, torch.ones(len(pack.predictor), dtype=torch.long), 1.0)
+    assert told.moved == sum(copies)
+    assert whole.moved == 0
+    assert whole.held - told.moved <= told.held < whole.held - 0.25 * told.moved
 
 
 @pytest.mark.parametrize(("architecture", "heads"), [("llama", 2), ("llama", 1), ("gemma2", 2)])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_lit.dry_run.footprint import Footprint, Sizes
+from grpo_lit.dry_run.footprint import Activations, Footprint, Sizes
 from grpo_lit.dry_run.plan import Copies, Sharding, plan
 from grpo_lit.dry_run.workload import Workload
 
@@ -30,7 +30,8 @@ def test_what_a_rank_of_two_holds(
     strategy: str, parameters: int, optimizer: int, in_transit: int, tokens: int, micro_batches: int
 ) -> None:
     cache = 2400 if strategy == "single" else 1600  # 24 of 32 sequences at a time, or a rank's 16
-    made = plan(strategy, 2, FOOTPRINT, WORKLOAD, Copies(1, 1, 1.0, engine=640, rows=24, cache=100), activations=1000)
+    copies = Copies(1, 1, 1.0, engine=640, rows=24, cache=100)
+    made = plan(strategy, 2, FOOTPRINT, WORKLOAD, copies, Activations(1000))
     assert made.memory == {
         "parameters": parameters,
         "gradients": parameters,
@@ -51,10 +52,10 @@ def test_what_a_rank_of_two_holds(
 
 def test_how_often_ranks_wait_for_each_other() -> None:
     copies = Copies(reference=1, old_policy=0, scoring=1.0, engine=0)
-    assert plan("single", 2, FOOTPRINT, WORKLOAD, copies, 0).collectives == {}
-    assert plan("ddp", 2, FOOTPRINT, WORKLOAD, copies, 0).collectives == {"gradients": 1}
+    assert plan("single", 2, FOOTPRINT, WORKLOAD, copies, Activations(0)).collectives == {}
+    assert plan("ddp", 2, FOOTPRINT, WORKLOAD, copies, Activations(0)).collectives == {"gradients": 1}
     # 4 micro-batches: 2 layers twice and the rest once, and 3 units for the reference; gradients of 3 units.
-    assert plan("fsdp2", 2, FOOTPRINT, WORKLOAD, copies, 0).collectives == {
+    assert plan("fsdp2", 2, FOOTPRINT, WORKLOAD, copies, Activations(0)).collectives == {
         "weights": 4 * (5 + 3),
         "gradients": 4 * 3,
         "to the engine": 3,
@@ -63,9 +64,17 @@ def test_how_often_ranks_wait_for_each_other() -> None:
 
 def test_settings_of_fsdp2_change_what_is_whole_and_where_shards_lie() -> None:
     copies, settings = Copies(reference=1, old_policy=0, scoring=0.0, engine=0), Sharding(reshard=False, offload=True)
-    made = plan("fsdp2", 2, FOOTPRINT, WORKLOAD, copies, 1000, settings)
+    made = plan("fsdp2", 2, FOOTPRINT, WORKLOAD, copies, Activations(1000), settings)
     assert made.memory["in transit"] == 2 * 160 + 2 * 240 + 240  # rest and its gradient, all layers, one's gradient
     assert made.collectives["weights"] == 4 * 3  # 4 micro-batches, 3 units: none is gathered in backward
     assert made.memory["parameters"] == 320
     assert made.total() == 1000 + 1040  # shards and what is made of them lie in the machine's memory
-    assert plan("ddp", 2, FOOTPRINT, WORKLOAD, copies, 1000, settings).elsewhere == ()
+    assert plan("ddp", 2, FOOTPRINT, WORKLOAD, copies, Activations(1000), settings).elsewhere == ()
+
+
+def test_moved_activations_are_told_and_not_counted() -> None:
+    copies = Copies(reference=0, old_policy=0, scoring=0.0, engine=0)
+    without, moved = (plan("ddp", 2, FOOTPRINT, WORKLOAD, copies, Activations(100, size)) for size in (0, 900))
+    assert moved.memory == without.memory | {"activations, moved": 900}
+    assert moved.total() == without.total()
+    assert (without.elsewhere, moved.elsewhere) == ((), ("activations, moved",))
