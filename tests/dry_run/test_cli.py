@@ -20,6 +20,7 @@ def words(model: Path, *overlays: str) -> list[str]:
 def test_a_configuration_of_fit_is_put_into_a_table(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--data.max_prompt_tokens", "64", "--data.sampling.max_tokens", "32"]
     more = ["--memory-gib", "4", "--trainer.precision", "bf16"]  # Lightning's short name
+    more += ["--model.activation_offload", "true"]
     assert main([*words(tiny_model_path, "recipe/grpo", "engine/transformers", "strategy/fsdp2"), *small, *more]) == 0
     said = capsys.readouterr()
     assert "a rank of 2" in said.out
@@ -28,6 +29,9 @@ def test_a_configuration_of_fit_is_put_into_a_table(tiny_model_path: Path, capsy
     assert tokens.count("4,096") == 2  # 32 prompts, 8 answers of 32 tokens: 8,192 on one rank
     assert said.err == ""
     assert "a rank may take 4.00 GiB: --memory-gib" in said.out
+    assert "activations wait pinned in the machine's memory, beside a GPU, and are not counted" in said.out
+    (moved,) = [line for line in said.out.splitlines() if line.startswith("│ activations, moved")]
+    assert moved.count("(0.") == 3
     assert "* what the configuration chooses" in said.out
     # 64 answers at a time, of a rank of 16 prompts and 8 answers: 2 layers of 95 keys and values of 64 floats.
     (cache,) = [line for line in said.out.splitlines() if line.startswith("│ engine's cache")]
