@@ -174,7 +174,7 @@ def activations(module: GRPOModule, pack: Pack, autocast: torch.dtype | None = N
             kept = _kept(policy, pack, autocast)[0] + kept // layers
     weight = policy.model.get_output_embeddings().weight
     tokens, (vocabulary, width) = len(pack.predictor), weight.shape
-    chunk = min(head.CHUNK_BYTES, 4 * tokens * vocabulary)
+    chunk = max(head.CHUNK_BYTES, 4 * vocabulary)
     return Activations(kept + 2 * tokens * width * weight.element_size() + chunk + weight.nbytes, moved)
 
 
