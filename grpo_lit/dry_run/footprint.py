@@ -154,9 +154,9 @@ def activations(module: GRPOModule, pack: Pack, autocast: torch.dtype | None = N
 
     The forward pass runs on tensors that have shapes and no memory; what autograd keeps of it is added up. With
     gradient checkpointing one layer is made anew at a time; of what is moved to the machine's memory, one layer's part
-    is made, or back, at a time. The head recomputes its logits: it holds a chunk of them, and the gradients of its
-    weight and of the hidden states. That is what lives at once; allocators take some more, and kernels of a CUDA device
-    keep other things than a CPU's.
+    is made, or back, at a time. The head recomputes its logits: before that it holds a chunk of them, and the gradients
+    of its weight and of the hidden states. That is what lives at once; allocators take some more, and kernels of a CUDA
+    device keep other things than a CPU's.
 
     Args:
         module: Measured by :meth:`Footprint.of`.
@@ -168,14 +168,14 @@ def activations(module: GRPOModule, pack: Pack, autocast: torch.dtype | None = N
     with fake:
         policy.to_empty(device="cpu")
         kept, moved = _kept(policy, pack, autocast, least)
-        kept += moved // layers
+        layer = moved // layers
         if module.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            kept = _kept(policy, pack, autocast)[0] + kept // layers
+            kept, layer = _kept(policy, pack, autocast)[0], kept // layers
     weight = policy.model.get_output_embeddings().weight
     tokens, (vocabulary, width) = len(pack.predictor), weight.shape
-    chunk = max(head.CHUNK_BYTES, 4 * vocabulary)
-    return Activations(kept + 2 * tokens * width * weight.element_size() + chunk + weight.nbytes, moved)
+    once = max(layer, head.CHUNK_BYTES, 4 * vocabulary)  # logits are gone when the last layer is made again
+    return Activations(kept + 2 * tokens * width * weight.element_size() + once + weight.nbytes, moved)
 
 
 def _kept(policy: Policy, pack: Pack, autocast: torch.dtype | None, least: float = math.inf) -> tuple[int, int]:
