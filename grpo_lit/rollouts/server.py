@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import ssl
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import httpx
+from jaxtyping import UInt8
+from torch import Tensor
 
-from grpo_lit.errors import ConfigError, EngineError
+from grpo_lit.errors import EngineError
+from grpo_lit.rollouts.patience import KeyRefusedError, Patience, ServerError
+from grpo_lit.rollouts.server_link import Links, ServerLink, together
 from grpo_lit.rollouts.server_process import ServerProcess
 
 # One line for each request otherwise.
@@ -30,58 +33,6 @@ INCOMPLETE = "incomplete"
 def _certificates() -> ssl.SSLContext:
     """Return the certificates that this machine trusts; reading them takes a while."""
     return ssl.create_default_context()
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the learner waits for servers, and how often it asks again.
-
-    Attributes:
-        start_s: Until a server answers at all [s].
-        request_s: Until a completion is there, time in the server's queue included [s].
-        sync_s: Until a server has taken one part of new weights, or has finished what it was sampling [s].
-        health_s: Between health checks, and until one is answered [s].
-        retries: How often a request is sent again to the same server, and a server looked for that does not answer.
-        backoff_s: Before the first retry [s]; doubled for each further one.
-
-    Raises:
-        ConfigError: A time is not positive, or ``retries`` is negative.
-    """
-
-    start_s: float = 600.0
-    request_s: float = 1800.0
-    sync_s: float = 600.0
-    health_s: float = 30.0
-    retries: int = 3
-    backoff_s: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Refuse values that would never let a server answer."""
-        for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name not in ("retries", "backoff_s")):
-                raise ConfigError(f"`patience.{name}` expected a positive number, but got {value}")
-
-    def pause_before(self, retry: int) -> float:
-        """Return how long to wait before a retry, counted from 0 [s]."""
-        return self.backoff_s * 2.0**retry
-
-
-class KeyRefusedError(EngineError):
-    """The key is not the server's."""
-
-
-class ServerError(Exception):
-    """A server did not do what it should; another one, or a later try, may.
-
-    Args:
-        message: What happened.
-        is_gone: Whether there was no answer at all: nobody listens, or the connection broke.
-        is_late: Whether the answer did not come in time.
-    """
-
-    def __init__(self, message: str, is_gone: bool = False, is_late: bool = False) -> None:
-        super().__init__(message)
-        self.is_gone, self.is_late = is_gone, is_late
 
 
 class Server:
@@ -115,6 +66,7 @@ class Server:
         self.last_error = "it was not asked yet"
         self.recovering = asyncio.Lock()
         self._process = process
+        self._link: ServerLink | None = None
         self._slots = asyncio.Semaphore(capacity)
         self._out = asyncio.Event()
         # All but completions go over connections of their own: an update is not to fail because an idle one was closed.
@@ -145,6 +97,7 @@ class Server:
             why = f"{why}; its process has ended, and said last:\n{self._process.last_words()}"
         self.version, self.last_error = None, why
         self._out.set()
+        self._unlink()
 
     async def call(self, method: str, path: str, timeout: float, **content: Any) -> Any:
         """Ask for anything, and return the answer read from JSON; ``None`` where it is empty.
@@ -233,10 +186,17 @@ class Server:
             ) from error
         return answer["results"][0]
 
-    async def begin_update(self, pause: Pause) -> None:
-        """Stop sampling and prepare for new weights; from here on the server calls its weights incomplete."""
+    async def begin_update(self, pause: Pause, links: Links | None = None) -> None:
+        """Stop sampling and prepare for new weights; from here on the server calls its weights incomplete.
+
+        Args:
+            pause: What becomes of completions in progress.
+            links: How weights are sent to it; ``None``: it reads them itself.
+        """
         sync_s = self.patience.sync_s
         await self.check_health()
+        if self._link is not None and (self.version is None or await self.held_version() != self.version):
+            self._unlink()  # it was started anew, or has another learner
         self.version = None
         keeps = pause in ("keep", "resume")  # `resume` needs the requests until `finish_update` puts them back
         mode = {"mode": "keep", "clear_cache": False} if keeps else {"mode": pause}
@@ -247,10 +207,35 @@ class Server:
         except ServerError:
             await self.abandon_update()  # of a learner that ended in the middle of it
             await self.call("POST", "/start_weight_update", sync_s)
+        if links is not None and self._link is None:
+            await self._link_up(links)
 
-    async def update(self, update_info: dict[str, Any]) -> None:
-        """Take one part of the weights."""
-        await self.call("POST", "/update_weights", self.patience.sync_s, json={"update_info": update_info})
+    async def _link_up(self, links: Links) -> None:
+        """Make a process group with its workers."""
+        sync_s = self.patience.sync_s
+        workers = (await self.call("GET", "/get_world_size", sync_s))["world_size"]
+        self._link = link = links.open(self.url, workers)
+        content = {"init_info": link.init_info()}
+        await together(self.call("POST", "/init_weight_transfer_engine", sync_s, json=content), link.connect())
+
+    def _unlink(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    async def update(self, update_info: dict[str, Any], sent: UInt8[Tensor, "n"] | None = None) -> None:
+        """Take one part of the weights.
+
+        Args:
+            update_info: A chunk as plain types.
+            sent: Its bytes, where they are sent.
+        """
+        link, sync_s = self._link, self.patience.sync_s
+        if sent is None or link is None:
+            await self.call("POST", "/update_weights", sync_s, json={"update_info": update_info})
+            return
+        content = {"update_info": update_info | {"address": link.address}}
+        await together(self.call("POST", "/update_weights", sync_s, json=content), link.send(sent))
 
     async def abandon_update(self) -> None:
         """Let go of an unfinished update: vLLM does so when a part of it fails."""
@@ -286,5 +271,6 @@ class Server:
 
     async def close(self) -> None:
         """Close its connections."""
+        self._unlink()
         await self._client.aclose()
         await self._sampling_client.aclose()

@@ -6,8 +6,13 @@ import warnings
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
+from jaxtyping import UInt8
+from torch import Tensor
+
 from grpo_lit.errors import EngineError
-from grpo_lit.rollouts.server import Patience, Pause, Server, ServerError
+from grpo_lit.rollouts.patience import Patience, ServerError
+from grpo_lit.rollouts.server import Pause, Server
+from grpo_lit.rollouts.server_link import Links
 from grpo_lit.rollouts.server_requests import PromptGroup, Tries, first_error, indices_by_key
 
 #: Between two looks at a server that is starting [s].
@@ -28,6 +33,8 @@ class ServerPool:
 
     def __init__(self, servers: Sequence[Server], patience: Patience) -> None:
         self.servers, self.patience = list(servers), patience
+        #: How weights are sent to the servers; ``None``: they read them themselves.
+        self.links: Links | None = None
         self._updating: list[Server] = []
         self._room = asyncio.Event()
         #: Part of every version: the same step of another run is another version.
@@ -76,11 +83,11 @@ class ServerPool:
         """
         self._settled.clear()
         self._updating = list(self.servers)
-        await self._each(lambda server: server.begin_update(pause))
+        await self._each(lambda server: server.begin_update(pause, self.links))
 
-    async def update(self, update_info: dict[str, Any]) -> None:
-        """Give every server one part of the weights, all at the same time."""
-        await self._each(lambda server: server.update(update_info))
+    async def update(self, update_info: dict[str, Any], sent: UInt8[Tensor, "n"] | None = None) -> None:
+        """Give every server one part of the weights, all at the same time; see :meth:`Server.update`."""
+        await self._each(lambda server: server.update(update_info, sent))
 
     async def finish_update(self, version: int, pause: Pause) -> None:
         """Take in the servers that have all of the weights."""

@@ -133,6 +133,10 @@ class Stage(ABC):
         self._finish_copies()
         return Chunk(self._address, self._size, staged)
 
+    def to_send(self, chunk: Chunk) -> UInt8[Tensor, "m"] | None:
+        """Return the bytes of a chunk where the receiver can not read them, and they must be sent; else ``None``."""
+        return None
+
     @abstractmethod
     def _allocate(self, size: int) -> tuple[UInt8[Tensor, "n"], str]:
         """Return memory and the address under which the receiver finds it."""
@@ -258,6 +262,11 @@ def read_stage(chunk: Chunk, device: torch.device) -> Iterator[tuple[str, Tensor
         rebuild, arguments = pickle.loads(base64.b64decode(chunk.address))
         # Element 6 is the device's index as the sender counts devices.
         memory = rebuild(*arguments[:6], device.index or 0, *arguments[7:])
+    yield from views(chunk, memory)
+
+
+def views(chunk: Chunk, memory: UInt8[Tensor, "n"]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a chunk whose bytes are in memory."""
     for staged in chunk.tensors:
         part = memory[staged.offset : staged.offset + staged.size]
         yield staged.name, part.view(getattr(torch, staged.dtype)).view(staged.shape)

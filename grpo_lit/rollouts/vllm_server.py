@@ -22,9 +22,12 @@ from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.background import BackgroundLoop
 from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.in_flight import InFlight, Updates
+from grpo_lit.rollouts.links import ProcessGroupStage
+from grpo_lit.rollouts.patience import Patience
 from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
-from grpo_lit.rollouts.server import Patience, Pause, Server
-from grpo_lit.rollouts.server_checks import agreed_settings, check_addresses
+from grpo_lit.rollouts.server import Pause, Server
+from grpo_lit.rollouts.server_checks import agreed_settings, check_addresses, check_transport
+from grpo_lit.rollouts.server_link import Links, link_device
 from grpo_lit.rollouts.server_pool import ServerPool
 from grpo_lit.rollouts.server_process import ServerProcess, end_servers
 from grpo_lit.rollouts.staging import SharedFileStage, SharedMemoryStage, Stage
@@ -56,9 +59,13 @@ class VLLMServerEngine(Engine):
         options: How vLLM runs the model on servers started here; those in `urls` have their own from `scripts/serve`,
             and of these only `max_num_seqs` counts: no server is sent more requests at a time.
         transport: How weights reach the servers: `shared_memory` on this machine, `shared_file` through a folder that
-            learner and servers both see. Transfer between GPUs by NCCL is not built: a server that dies
-            in a collective call would stop the learner with it.
+            learner and servers both see, `process_group` through a process group of the learner with
+            each server: NCCL between CUDA devices, Gloo otherwise and with servers started here, which share the
+            learner's device. A server that fails breaks its own group only, and has a new one with the next weights.
+            The bytes are neither encrypted nor authenticated: between machines it is for networks that you trust.
         transport_folder: The folder of `shared_file`; it needs room for 256 MiB, or for the largest matrix.
+        transport_host: Address of this machine at which servers find the learner with `process_group`; `null`: the one
+            from which it reaches each server, 127.0.0.1 on this machine.
         pause: What a weight update between two calls does with completions that are still in progress, such as those
             that were given up as late: `wait` for them, or `abort` them. What it does in the middle of a call is
             `data.rollout.asynchronous.in_flight`.
@@ -74,15 +81,18 @@ class VLLMServerEngine(Engine):
         servers: int = 1,
         api_key_variable: str = KEY_VARIABLE,
         options: VLLMOptions | None = None,
-        transport: Literal["shared_memory", "shared_file"] = "shared_memory",
+        transport: Literal["shared_memory", "shared_file", "process_group"] = "shared_memory",
         transport_folder: Path | None = None,
+        transport_host: str | None = None,
         pause: Literal["wait", "abort"] = "wait",
         patience: Patience | None = None,
     ) -> None:
         self.urls, self.servers, self.api_key_variable = urls, servers, api_key_variable
         self.options, self.patience = options or VLLMOptions(), patience or Patience()
         self.transport, self.transport_folder, self.pause = transport, transport_folder, pause
-        check_addresses(urls, servers, transport, transport_folder)
+        self.transport_host = transport_host
+        check_addresses(urls, servers, transport)
+        check_transport(transport, transport_folder, transport_host)
         self._processes: list[ServerProcess] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._loop: BackgroundLoop | None = None
@@ -103,9 +113,9 @@ class VLLMServerEngine(Engine):
             key, urls = self._start_servers(model) if self.urls is None else (self._own_key(), self._own_urls())
             self._loop = BackgroundLoop()
             self._pool = self._loop.run(self._made_pool(urls, key))
-            dtype, self._vocabulary = agreed_settings(self._loop.run(self._pool.start()), model)
-            folder = self.transport_folder
-            self._stage = SharedMemoryStage(dtype) if folder is None else SharedFileStage(dtype, folder)
+            settings = self._loop.run(self._pool.start())
+            dtype, self._vocabulary = agreed_settings(settings, model)
+            self._stage = self._made_stage(dtype, self._pool, [server["device"] for server in settings])
         except BaseException:
             self.close()
             raise
@@ -120,6 +130,14 @@ class VLLMServerEngine(Engine):
             log = Path(self._folder.name) / f"server{index}.log"
             self._processes.append(ServerProcess(model.path, model.max_length, self.options, key, log))
         return key, [process.url for process in self._processes]
+
+    def _made_stage(self, dtype: torch.dtype, pool: ServerPool, workers: Sequence[str]) -> Stage:
+        if self.transport == "process_group":
+            device = link_device(workers, shared=self.urls is None)
+            pool.links = Links(self.transport_host, device, self.patience.sync_s)
+            return ProcessGroupStage(dtype, device)
+        folder = self.transport_folder
+        return SharedMemoryStage(dtype) if folder is None else SharedFileStage(dtype, folder)
 
     def _own_key(self) -> str:
         key = os.environ.get(self.api_key_variable)
@@ -183,7 +201,7 @@ class VLLMServerEngine(Engine):
         try:
             loop.run(pool.begin_update(pause))
             for chunk in stage.chunks(weights):
-                loop.run(pool.update(chunk.to_dict()))
+                loop.run(pool.update(chunk.to_dict(), stage.to_send(chunk)))
             loop.run(pool.finish_update(version, pause))
         except BaseException:
             self.close()  # half the weights are new, and the servers say so: nothing may be sampled from that

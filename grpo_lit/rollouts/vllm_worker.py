@@ -10,8 +10,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import (
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from grpo_lit.rollouts.links import LINK_PREFIX, Link, Meeting, read_link
 from grpo_lit.rollouts.staging import Chunk, read_stage
 from grpo_lit.rollouts.vllm_process import LEARNER_PID, wait_for_end
 
@@ -31,11 +33,13 @@ BACKEND = "grpo_lit_stage"
 class WorkerExtension:
     """What is added to vLLM's worker; naming it makes vLLM import this module."""
 
-    model_config: ModelConfig  # the worker's own
+    model_config: ModelConfig  # the worker's own, and so is its device
+    device: torch.device
 
     def grpo_lit_settings(self) -> dict[str, Any]:
         """Return what a learner elsewhere must know of this worker, and check, before it asks for completions."""
         return {
+            "device": self.device.type,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "max_length": self.model_config.max_model_len,
@@ -45,7 +49,23 @@ class WorkerExtension:
 
 @dataclass
 class StageInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Where to meet a learner that sends weights through a process group: a :class:`Meeting` as plain types.
+
+    Attributes:
+        name: Of the group.
+        host: Where the learner listens.
+        port: Where it listens.
+        size: Members of the group.
+        backend: ``gloo`` or ``nccl``.
+        timeout_s: How long to wait for another member [s].
+    """
+
+    name: str
+    host: str
+    port: int
+    size: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
 
 
 @dataclass
@@ -71,9 +91,18 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
 
     init_info_cls = StageInitInfo
     update_info_cls = StageUpdateInfo
+    _link: Link | None = None
 
     def init_transfer_engine(self, init_info: StageInitInfo) -> None:
-        """Need nothing: each chunk says where it lies."""
+        """Join a learner's process group, and leave that of the one before.
+
+        Learners with another transport do not ask for it: each chunk says where it lies.
+        """
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        device = self.device if init_info.backend == "nccl" else torch.device("cpu")
+        self._link = Link(Meeting(**vars(init_info)), 1 + rank, device)
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights."""
@@ -93,9 +122,13 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
             raise ValueError("the learner gave up this weight update")
         chunk = Chunk.from_dict(update_info.address, update_info.size, update_info.tensors)
         self._received.update(tensor.name for tensor in chunk.tensors)
-        # vLLM holds tensors back until their layer is complete, and the next chunk overwrites this one: copy.
         load_weights = cast("Callable[[Iterable[tuple[str, Tensor]]], set[str] | None]", self.model.load_weights)
-        loaded = load_weights(_copies(read_stage(chunk, self.device)))
+        try:
+            # vLLM holds tensors back until their layer is complete, and the next chunk overwrites this one: copy.
+            loaded = load_weights(_copies(self._read(chunk)))
+        except BaseException:
+            self.shutdown()  # so that the learner need not wait until it is late
+            raise
         # A few of vLLM's models do not say what they loaded: nothing can be found missing then.
         self._loaded |= {name for name, _ in self.model.named_parameters()} if loaded is None else loaded
 
@@ -114,8 +147,16 @@ class StageWeightTransfer(WeightTransferEngine[StageInitInfo, StageUpdateInfo]):
         if missing and self.model_config.quantization is None:
             raise ValueError(f"no weights came for {', '.join(missing)}")
 
+    def _read(self, chunk: Chunk) -> Iterator[tuple[str, Tensor]]:
+        if chunk.address.startswith(LINK_PREFIX):
+            return read_link(chunk, self._link)
+        return read_stage(chunk, self.device)
+
     def shutdown(self) -> None:
-        """Hold nothing beyond an update."""
+        """Leave the learner's process group, the only thing that is held beyond an update."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
 
 def _copies(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

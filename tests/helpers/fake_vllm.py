@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from grpo_lit.rollouts.links import LINK_PREFIX, Link, Meeting, read_link
 from grpo_lit.rollouts.staging import Chunk, read_stage
 
 KEY = "a key of twenty letters"
@@ -43,9 +44,10 @@ class FakeVLLM:
         port: int = 0,
     ) -> None:
         self.deed, self.fails_at = deed, set(fails_at)
-        self.settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_length": 64}
+        self.settings = {"device": "cpu", "dtype": "float32", "logprobs_mode": "processed_logprobs", "max_length": 64}
         self.settings["vocabulary"] = VOCABULARY
         self.version, self.is_updating, self.is_paused, self.key = "default", False, False, KEY
+        self.link: Link | None = None
         self.calls: list[str] = []
         self.queries: list[str] = []
         self.asked: list[dict[str, Any]] = []
@@ -116,6 +118,10 @@ class FakeVLLM:
             return 200, {"weight_version": self.version}
         if name == "collective_rpc":
             return 200, {"results": [self.settings]}
+        if name == "get_world_size":
+            return 200, {"world_size": 1}
+        if name == "init_weight_transfer_engine":
+            self.link = Link(Meeting(**body["init_info"]), 1, torch.device("cpu"))
         if name == "update_weight_version":
             self.version = body["new_version"]
         if name == "start_weight_update":
@@ -127,7 +133,9 @@ class FakeVLLM:
                 self.is_updating = False
                 return 500, {"error": "no update, or given up"}
             chunk = Chunk.from_dict(**body["update_info"])
-            self.weights |= {name: tensor.clone() for name, tensor in read_stage(chunk, torch.device("cpu"))}
+            by_link = chunk.address.startswith(LINK_PREFIX)
+            read = read_link(chunk, self.link) if by_link else read_stage(chunk, torch.device("cpu"))
+            self.weights |= {name: tensor.clone() for name, tensor in read}
         if name == "finish_weight_update":
             self.version, self.is_updating = body["weight_version"], False
         if name in ("pause", "resume"):

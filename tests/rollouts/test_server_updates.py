@@ -12,8 +12,8 @@ from grpo_lit.errors import EngineError
 from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.engine import EngineModel
 from grpo_lit.rollouts.in_flight import Load, Updates
+from grpo_lit.rollouts.patience import Patience
 from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
-from grpo_lit.rollouts.server import Patience
 from grpo_lit.rollouts.vllm_options import VLLMOptions
 from grpo_lit.rollouts.vllm_server import VLLMServerEngine
 

@@ -20,8 +20,8 @@ from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Request, Sampling
 from grpo_lit.rollouts import server_process
 from grpo_lit.rollouts.engine import EngineModel
+from grpo_lit.rollouts.patience import Patience
 from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
-from grpo_lit.rollouts.server import Patience
 from grpo_lit.rollouts.transformers import TransformersEngine
 from grpo_lit.rollouts.vllm_options import VLLMOptions
 from grpo_lit.rollouts.vllm_server import VLLMServerEngine
