@@ -1,6 +1,7 @@
 """Servers fail, and no sample is lost, doubled or drawn from other weights than it should be. Needs no vLLM."""
 
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,10 +48,16 @@ def engine_of(tiny_model_path, monkeypatch) -> Iterator[Callable[..., VLLMServer
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     engines = []
 
-    def make(*servers: FakeVLLM, capacity: int = 8, version: int | None = 3, **changes: float) -> VLLMServerEngine:
+    def make(
+        *servers: FakeVLLM,
+        capacity: int = 8,
+        version: int | None = 3,
+        transport: str = "shared_memory",
+        **changes: float,
+    ) -> VLLMServerEngine:
         options = VLLMOptions(max_num_seqs=capacity)
         urls = [server.url for server in servers]
-        engine = VLLMServerEngine(urls, options=options, patience=patience(**changes))
+        engine = VLLMServerEngine(urls, options=options, transport=transport, patience=patience(**changes))
         engines.append(engine)
         engine.start(EngineModel(str(tiny_model_path), (2,), 64))
         if version is not None:
@@ -271,6 +278,59 @@ def test_the_same_step_of_another_run_is_another_version(fake, engine_of):
     with pytest.warns(UserWarning, match="holds weights of version 3-"):
         check(engine)
     assert server.asked == []
+
+
+# Through process groups.
+
+
+def test_a_group_is_kept_while_its_server_is_and_a_server_that_fails_comes_back_with_a_fresh_one(fake, engine_of):
+    fails, other = fake(), fake()
+    engine = engine_of(fails, other, transport="process_group")
+    first = (fails.link.address, other.link.address)
+    assert first[0] != first[1]
+    engine.load_weights([("matrix", torch.full((2, 3), 4.0))], 4)
+    check(engine)
+    assert (fails.link.address, other.link.address) == first
+
+    fails.link.close()  # its worker is gone
+    fails.link = None
+    with pytest.warns(UserWarning, match=f"{fails.url} is out, and tried again with the next weights"):
+        engine.load_weights([("matrix", torch.full((2, 3), 5.0))], 5)
+    assert torch.equal(other.weights["matrix"], torch.full((2, 3), 5.0))
+    asked = len(fails.asked)
+    check(engine)
+    assert len(fails.asked) == asked
+
+    engine.load_weights(WEIGHTS.items(), 6)
+    check(engine)
+    assert len(fails.asked) > asked
+    assert fails.link.address not in first
+    assert other.link.address == first[1]
+    for server in (fails, other):
+        assert all(torch.equal(server.weights[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_a_server_that_was_started_anew_gets_a_group_of_its_own_and_close_leaves_no_thread(fake, engine_of, no_warning):
+    first = fake()
+    engine = engine_of(first, transport="process_group")
+    first.die()
+    anew = fake(port=first.port)
+    engine.load_weights(WEIGHTS.items(), 4)
+    assert torch.equal(anew.weights["matrix"], WEIGHTS["matrix"])
+    engine.close()
+    deadline = time.monotonic() + 10
+    while (names := [thread.name for thread in threading.enumerate()]) and "grpo-lit-link" in names:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_if_no_server_joins_its_group_the_error_says_so(fake, engine_of):
+    server = fake(fails_at=("init_weight_transfer_engine",))
+    with (
+        pytest.warns(UserWarning, match="is out"),
+        pytest.raises(EngineError, match=r"took the weights.*\n.*told to fail"),
+    ):
+        engine_of(server, transport="process_group", sync_s=1.0)
 
 
 # The end.

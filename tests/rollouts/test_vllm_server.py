@@ -40,10 +40,12 @@ PROMPTS = [tuple(range(40, 60)), tuple(range(100, 107))]
     [
         ({"urls": []}, "`urls` expected at least one address"),
         ({"urls": ["127.0.0.1:8000"]}, "`urls` expected addresses such as http://127.0.0.1:8000, but got"),
-        ({"urls": ["http://10.0.0.2:8000"]}, "`transport` expected shared_file for a server on another machine"),
+        ({"urls": ["http://10.0.0.2:8000"]}, "`transport` expected shared_file or process_group for a server on"),
         ({"servers": 0}, "`servers` expected at least 1, but got 0"),
         ({"transport": "shared_file"}, "`transport_folder` expected a folder with `transport: shared_file`"),
         ({"transport_folder": Path("weights")}, "none otherwise, but got weights with shared_memory"),
+        ({"transport_host": "10.0.0.1"}, "`transport_host` expected .* but got '10.0.0.1' with shared_memory"),
+        ({"transport_host": "0.0.0.0", "transport": "process_group"}, "`transport_host` expected one address of this"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, message):
@@ -252,6 +254,28 @@ def test_field_bug_e4_new_weights_replace_old_ones_and_what_was_cached_of_them(s
     scores = torch.tensor(synced.score(long))
     torch.testing.assert_close(scores, logprobs(changed, long[:1], long[1:], 1.0), atol=1e-4, rtol=0)
     assert float((scores - before).abs().max()) > 1  # nats: the two policies do differ
+
+
+@needs_vllm
+def test_weights_arrive_through_a_process_group(synced, policy, tiny_folder, tiny_model, monkeypatch):
+    (server,) = synced._pool.servers
+    monkeypatch.setenv(KEY_VARIABLE, server._client.headers["authorization"].removeprefix("Bearer "))
+    other = VLLMServerEngine([server.url], transport="process_group")  # one server takes weights from any transport
+    other.start(EngineModel(str(tiny_folder("llama", tie_word_embeddings=True)), STOPS, MAX_LENGTH))
+    other._stage.stage_bytes = 2**14  # several chunks
+    changed = tiny_model("llama", seed=1, tie_word_embeddings=True)
+    for version, model in [(1, policy), (2, changed)]:
+        other.load_weights(model.state_dict().items(), version)
+        (drawn,) = other.generate([Request(PROMPTS[0], 5)], Sampling(1.0, 12))
+        assert drawn.weight_version == version
+        expected = logprobs(model, PROMPTS[0], drawn.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, atol=1e-4, rtol=0)
+    # A learner that goes in the middle of its weights costs the server nothing.
+    loop, pool = other._started
+    loop.run(pool.begin_update("abort"))
+    other.close()
+    synced.load_weights(policy.state_dict().items(), 5)
+    assert synced.generate([Request(PROMPTS[0], 5)], Sampling(1.0, 2))[0].weight_version == 5
 
 
 @needs_vllm
