@@ -110,7 +110,7 @@ class Link:
 
 def _gloo_group(meeting: Meeting, rank: int, store: torch.distributed.Store) -> Any:
     host = meeting.host if rank == 0 else host_towards(meeting.host, meeting.port)
-    gloo = torch.distributed.ProcessGroupGloo
+    gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = meeting.timeout
     options._devices = [gloo.create_device(hostname=host)]  # its own choice is the address of this machine's name
@@ -118,7 +118,7 @@ def _gloo_group(meeting: Meeting, rank: int, store: torch.distributed.Store) -> 
 
 
 def _nccl_group(meeting: Meeting, rank: int, store: torch.distributed.Store) -> Any:
-    nccl = torch.distributed.ProcessGroupNCCL
+    nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = meeting.timeout
     with _environment(_NCCL_VARIABLES):

@@ -271,6 +271,9 @@ class Server:
 
     async def close(self) -> None:
         """Close its connections."""
-        self._unlink()
+        if (link := self._link) is not None:
+            self._link = None
+            # Python's end would find its thread in C++, and abort the process.
+            await asyncio.wait([asyncio.wrap_future(link.close())], timeout=_BACK / 2)
         await self._client.aclose()
         await self._sampling_client.aclose()

@@ -114,12 +114,11 @@ class ServerLink:
         except RuntimeError as error:
             raise ServerError(f"its process group broke: {str(error)[:500]}") from error
 
-    def close(self) -> None:
-        """End the group without waiting: a member that hangs may be waited for until the timeout."""
+    def close(self) -> "Future[None]":
+        """End the group, and return what says that it has ended; a send that hangs ends when it is late."""
         link, self._link = self._link, None
         self._listening.close()  # unless the store has it by now
-        if link is not None:
-            _in_thread(link.close)
+        return _in_thread(lambda: None if link is None else link.close())
 
 
 def _in_thread(work: Callable[[], T]) -> "Future[T]":
