@@ -115,7 +115,7 @@ class VLLMServerEngine(Engine):
             self._pool = self._loop.run(self._made_pool(urls, key))
             settings = self._loop.run(self._pool.start())
             dtype, self._vocabulary = agreed_settings(settings, model)
-            self._stage = self._made_stage(dtype, self._pool, [server["device"] for server in settings])
+            self._stage = self._made_stage(dtype, self._pool, settings)
         except BaseException:
             self.close()
             raise
@@ -131,9 +131,9 @@ class VLLMServerEngine(Engine):
             self._processes.append(ServerProcess(model.path, model.max_length, self.options, key, log))
         return key, [process.url for process in self._processes]
 
-    def _made_stage(self, dtype: torch.dtype, pool: ServerPool, workers: Sequence[str]) -> Stage:
+    def _made_stage(self, dtype: torch.dtype, pool: ServerPool, settings: Sequence[dict[str, Any]]) -> Stage:
         if self.transport == "process_group":
-            device = link_device(workers, shared=self.urls is None)
+            device = link_device([server["device"] for server in settings], shared=self.urls is None)
             pool.links = Links(self.transport_host, device, self.patience.sync_s)
             return ProcessGroupStage(dtype, device)
         folder = self.transport_folder

@@ -3,15 +3,19 @@
 import importlib.util
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from limits import possible
+from members import at_once
 from torch import Tensor
 from transformers import PreTrainedModel
 from updates import ScriptedUpdates, logprobs_across
@@ -19,7 +23,8 @@ from updates import ScriptedUpdates, logprobs_across
 from grpo_lit.errors import ConfigError, EngineError
 from grpo_lit.rollout import Completion, Request, Sampling
 from grpo_lit.rollouts.engine import EngineModel
-from grpo_lit.rollouts.staging import SharedMemoryStage
+from grpo_lit.rollouts.links import Link, Meeting
+from grpo_lit.rollouts.staging import Chunk, SharedMemoryStage, StagedTensor
 from grpo_lit.rollouts.vllm import VLLMEngine
 from grpo_lit.rollouts.vllm_process import engine_processes
 
@@ -345,6 +350,34 @@ def test_what_is_missing_from_an_update_is_found():
     # The head came through the embedding it is tied to, unless neither came.
     assert tied_layers(model, loaded) == [model["head"]]
     assert missing_names(model, loaded - {"embed.weight"}, received)[:2] == ["embed.weight", "head.weight"]
+
+
+@needs_vllm
+def test_workers_of_all_replicas_join_a_learners_group_each_with_a_rank_of_its_own():
+    from grpo_lit.rollouts.vllm_worker import StageInitInfo, StageWeightTransfer
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    meeting = Meeting("name", "127.0.0.1", listening.getsockname()[1], 5, "gloo", 20.0)
+    places = [(replica, rank) for replica in range(2) for rank in range(2)]
+
+    def worker(replica: int, rank: int) -> torch.Tensor:
+        transfer = StageWeightTransfer.__new__(StageWeightTransfer)  # without a model
+        transfer.device = torch.device("meta")  # which Gloo sends nothing to
+        transfer.parallel_config = SimpleNamespace(data_parallel_index=replica, world_size=2, rank=rank)
+        transfer.init_transfer_engine(StageInitInfo(**vars(meeting)))
+        chunk = Chunk(transfer._link.address, 4, [StagedTensor("w", "float32", [1], 0)])
+        ((_, received),) = transfer._read(chunk)
+        transfer.shutdown()
+        with pytest.raises(ValueError, match="a process group that this server is not in"):
+            list(transfer._read(chunk))
+        return received
+
+    def learner() -> torch.Tensor:
+        memory = torch.tensor([2.5]).view(torch.uint8)
+        Link(meeting, 0, memory.device, listening).broadcast(memory)
+        return memory.view(torch.float32)
+
+    assert at_once(learner, *(partial(worker, *place) for place in places)) == [torch.tensor([2.5])] * 5
 
 
 @needs_vllm
