@@ -1,9 +1,12 @@
 """The learner's ends of the process groups with its servers: none of them can stop the learner, or another one."""
 
 import asyncio
+import atexit
 import secrets
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -19,6 +22,10 @@ from grpo_lit.rollouts.links import LINK_PREFIX, Link, Meeting, host_towards
 from grpo_lit.rollouts.patience import ServerError
 
 T = TypeVar("T")
+
+#: How long the end of the process waits for threads that are in a group [s].
+_LAST_WAIT = 2.0
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def link_device(workers: Iterable[str], shared: bool) -> torch.device:
@@ -132,8 +139,18 @@ def _in_thread(work: Callable[[], T]) -> "Future[T]":
         except BaseException as error:  # noqa: BLE001 (raised in the loop that waits)
             answer.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="grpo-lit-link").start()
+    thread = threading.Thread(target=run, daemon=True, name="grpo-lit-link")
+    _threads.add(thread)
+    thread.start()
     return answer
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Let threads end whose group has just ended: one that comes back while Python goes down aborts the process."""
+    until = time.monotonic() + _LAST_WAIT
+    for thread in list(_threads):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 async def together(*steps: Coroutine[Any, Any, None]) -> None:

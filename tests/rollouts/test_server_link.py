@@ -1,6 +1,8 @@
 """A server that is gone, hangs or never comes costs its own group, within the timeout, and nobody else's."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
@@ -72,6 +74,23 @@ def test_nobody_is_waited_for_longer_than_the_timeout():
         link.close()
 
     asyncio.run(all_of_it())
+
+
+def test_a_process_that_ends_while_a_group_does_has_its_own_status():
+    # The time-out comes while Python goes down: without a wait, that aborts the process.
+    program = """
+import asyncio, torch
+from grpo_lit.rollouts.patience import ServerError
+from grpo_lit.rollouts.server_link import Links
+async def run():
+    link = Links(None, torch.device("cpu"), 1.0).open("http://127.0.0.1:8000", 1)
+    waiting = asyncio.ensure_future(link.connect())
+    await asyncio.sleep(0.9)
+    waiting.cancel()
+asyncio.run(run())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_address_of_another_machine_is_named():
