@@ -18,6 +18,7 @@ from typing_extensions import override
 from grpo_lit.errors import ConfigError, SaveError
 from grpo_lit.interrupts import Interrupted
 from grpo_lit.metrics.names import is_held_out
+from grpo_lit.policy.zero import size
 from grpo_lit.strategies import FSDP2
 from grpo_lit.strategies.checkpoint_io import in_own_format
 from grpo_lit.strategies.failures import stop_at_same_step
@@ -61,8 +62,8 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
         if _tries(trainer):
             return
         if _is_local_file_protocol(self.dirpath) and self._writes(trainer):
-            parts = (p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters() if p.requires_grad)
-            check_writable(Path(self.dirpath), _KEY, needed=sum(part.nbytes for part in parts))
+            parts = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters() if p.requires_grad]
+            check_writable(Path(self.dirpath), _KEY, needed=sum(size(part) * part.element_size() for part in parts))
         if self.monitor is not None and is_held_out(self.monitor) and not self._is_validated(trainer):
             raise ConfigError(
                 f"`trainer.callbacks: ModelCheckpoint` expected a `monitor` that is logged, but got {self.monitor!r} "
@@ -151,13 +152,12 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
             return
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        # Lightning's own takes a step whose last state is saved for one whose best is.
-        self._defer_save_until_validation = False
-        candidates, saved = self._monitor_candidates(trainer), self._last_checkpoint_saved
-        has_last = self._last_global_step_saved == trainer.global_step
+        # Lightning's own takes a step whose last state is saved for one whose best is. The last one is saved again: a
+        # new best, and what callbacks counted in the validation, go on with it.
+        self._defer_save_until_validation, self._last_checkpoint_saved = False, ""
+        candidates = self._monitor_candidates(trainer)
         self._save_topk_checkpoint(trainer, candidates)
-        if not has_last or self._last_checkpoint_saved != saved:  # `last` is to know of the new best
-            self._save_last_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -178,6 +178,8 @@ class ModelCheckpoint(lightning_callbacks.ModelCheckpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what was learnt, on one process or where all of them stop; not after a save that failed."""
+        if self._defer_save_until_validation:  # a run stopped in its validation finishes that when it goes on
+            self._last_global_step_saved = -1
         everywhere = trainer.world_size == 1 or isinstance(exception, KeyboardInterrupt | Interrupted)
         if not everywhere or isinstance(exception, SaveError) or not self._should_save_on_exception(trainer):
             return

@@ -121,26 +121,14 @@ class ModelsModule(EvaluatingModule):
             )
         if self._in_shards and (self.adapter is not None or self.reference_dtype == "nf4"):
             key = "model.reference_dtype: nf4" if self.adapter is None else "model.adapter"
-            name = type(self.trainer.strategy).__name__
+            name = type(self.trainer.strategy).__name__ if self._device_mesh is None else "FSDP2"
             raise ConfigError(
                 f"`{key}` and `trainer.strategy: {name}` contradict: frozen, trained and 4-bit weights are not sharded "
                 "together here. Use configs/strategy/ddp.yaml, or drop one of them"
             )
         if self._in_zero_3:
-            self._check_zero_3()
-
-    def _check_zero_3(self) -> None:
-        """Refuse what would be lost at the end of a run, or is not tried together."""
-        refused = {
-            "model.old_policy: weights": self._needs_old_policy,
-            "model.activation_offload": self.activation_offload,
-        }
-        for key in (key for key, asked in refused.items() if asked):
-            raise ConfigError(
-                f"`{key}` and `trainer.strategy: DeepSpeed` of stage 3 contradict: its checkpoints hold the policy, "
-                "whose weights are there in a module's forward and backward alone. Use configs/strategy/fsdp2.yaml, or "
-                "drop one of them"
-            )
+            held = {"old_policy: weights": self._needs_old_policy, "activation_offload": self.activation_offload}
+            cast("DeepSpeed", self.trainer.strategy).check_stage_3(held, self.reference_dtype)
 
     @property
     def _weights_dtype(self) -> torch.dtype:

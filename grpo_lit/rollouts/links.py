@@ -7,6 +7,7 @@ between CPUs and over NCCL between CUDA devices, unencrypted and unauthenticated
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ _NCCL_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+
+
+#: The environment is one for all threads, and links are made in several at a time.
+_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,12 @@ class Link:
             # A socket of the store's own would listen on every address of this machine.
             master_listen_fd=None if listening is None else listening.detach(),
         )
+        # NCCL would wait for a member that never comes until this process ends; the store does not.
+        store.set(str(rank), "")
+        store.wait([str(member) for member in range(meeting.size)], meeting.timeout)
         self._is_nccl = meeting.backend == "nccl"
+        # Of its own: on one stream, the bytes of a server that hangs would hold up those of all others.
+        self._stream = torch.cuda.Stream(device) if self._is_nccl else None
         self._group: Any = (_nccl_group if self._is_nccl else _gloo_group)(meeting, rank, store)
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects with the first bytes
 
@@ -99,7 +109,10 @@ class Link:
             raise RuntimeError("the process group was ended")
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        group.broadcast([memory], options).wait()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):  # of None: nothing
+            group.broadcast([memory], options).wait()
 
     def close(self) -> None:
         """Leave the group; whoever waits for this member in it gets an error. Safe to call twice."""
@@ -121,7 +134,7 @@ def _nccl_group(meeting: Meeting, rank: int, store: torch.distributed.Store) -> 
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = meeting.timeout
-    with _environment(_NCCL_VARIABLES):
+    with _LOCK, _environment(_NCCL_VARIABLES):
         return nccl(store, rank, meeting.size, options)
 
 
@@ -134,7 +147,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

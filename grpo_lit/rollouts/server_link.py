@@ -2,10 +2,12 @@
 
 import asyncio
 import atexit
+import ipaddress
 import secrets
 import socket
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -66,10 +68,14 @@ class Links:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listening = socket.create_server((host, 0), family=family)
         except OSError as error:
+            key = "urls" if self.host is None else "transport_host"
             raise ServerError(
-                f"`transport_host` expected an address of this machine that the server reaches, but got "
-                f"{self.host}: {error}"
+                f"`{key}` expected an address by which this machine and the server reach each other, but got "
+                f"{self.host or url}: {error}"
             ) from error
+        if ipaddress.ip_address(listening.getsockname()[0]).is_unspecified:
+            listening.close()
+            raise ServerError(f"`transport_host` expected one address of this machine, but got all: {self.host}")
         backend: Literal["gloo", "nccl"] = "nccl" if self.device.type == "cuda" else "gloo"
         port = listening.getsockname()[1]
         meeting = Meeting(secrets.token_hex(8), host, port, workers + 1, backend, self.timeout_s)
@@ -108,7 +114,8 @@ class ServerLink:
         Raises:
             ServerError: One is gone, or late.
         """
-        assert self._link is not None
+        if self._link is None:
+            raise ServerError("its process group was ended")
         if memory.numel():
             await self._in_time(partial(self._link.broadcast, memory))
 
@@ -119,7 +126,7 @@ class ServerLink:
         except TimeoutError:
             raise ServerError(f"its process group did not answer within {timeout:g} s", is_late=True) from None
         except RuntimeError as error:
-            raise ServerError(f"its process group broke: {str(error)[:500]}") from error
+            raise ServerError(f"its process group broke: {str(error)[:500]}") from None
 
     def close(self) -> "Future[None]":
         """End the group, and return what says that it has ended; a send that hangs ends when it is late."""
@@ -137,6 +144,7 @@ def _in_thread(work: Callable[[], T]) -> "Future[T]":
         try:
             answer.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised in the loop that waits)
+            traceback.clear_frames(error.__traceback__)  # they hold the group, its sockets and what is sent
             answer.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True, name="grpo-lit-link")

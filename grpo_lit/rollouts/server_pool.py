@@ -237,16 +237,18 @@ class ServerPool:
             await self._note_failure(server, ServerError(str(error), is_gone=True))
 
     async def _check_version(self, server: Server) -> None:
+        expected = server.version
         try:
             held = await server.held_version()
         except ServerError as error:
             await self._note_failure(server, ServerError(str(error), is_gone=True))
             return
         except EngineError as error:  # started anew, with another key
-            self._take_out(server, str(error))
-            return
-        if held != server.version:
-            self._take_out(server, f"it holds weights of version {held} instead of {server.version}")
+            held, why = None, str(error)
+        else:
+            why = f"it holds weights of version {held} instead of {expected}"
+        if held != expected and server.version == expected:  # else an update has begun, and finds out by itself
+            self._take_out(server, why)
 
     async def _note_failure(self, server: Server, error: ServerError) -> None:
         if server.version is None:
@@ -254,20 +256,22 @@ class ServerPool:
         server.last_error = str(error)
         if error.is_gone:
             async with server.recovering:
-                if server.version is not None and not await self._comes_back(server):
+                expected = server.version
+                returned = expected is None or await self._comes_back(server, expected)
+                if not returned and server.version == expected:  # else an update has begun meanwhile
                     self._take_out(server, str(error))
             return
         server.strikes += 1
         if server.strikes > self.patience.retries:
             self._take_out(server, f"{server.strikes} requests failed in a row; the last one: {error}")
 
-    async def _comes_back(self, server: Server) -> bool:
+    async def _comes_back(self, server: Server, expected: str) -> bool:
         """Look for a server that broke a connection, with growing pauses; its weights must still be the same."""
         for retry in range(self.patience.retries + 1):
             if not server.is_alive:
                 return False
             try:
-                return await server.held_version() == server.version
+                return await server.held_version() == expected
             except ServerError:
                 await asyncio.sleep(self.patience.pause_before(retry))
             except EngineError:
@@ -288,5 +292,4 @@ class ServerPool:
 
     async def close(self) -> None:
         """Close all connections."""
-        for server in self.servers:
-            await server.close()
+        await asyncio.gather(*(server.close() for server in self.servers))

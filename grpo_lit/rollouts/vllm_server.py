@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -24,6 +25,7 @@ from grpo_lit.rollouts.engine import Engine, EngineModel
 from grpo_lit.rollouts.in_flight import InFlight, Updates
 from grpo_lit.rollouts.links import ProcessGroupStage
 from grpo_lit.rollouts.patience import Patience
+from grpo_lit.rollouts.serve import is_this_machine
 from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
 from grpo_lit.rollouts.server import Pause, Server
 from grpo_lit.rollouts.server_checks import agreed_settings, check_addresses, check_transport
@@ -60,9 +62,10 @@ class VLLMServerEngine(Engine):
             and of these only `max_num_seqs` counts: no server is sent more requests at a time.
         transport: How weights reach the servers: `shared_memory` on this machine, `shared_file` through a folder that
             learner and servers both see, `process_group` through a process group of the learner with
-            each server: NCCL between CUDA devices, Gloo otherwise and with servers started here, which share the
-            learner's device. A server that fails breaks its own group only, and has a new one with the next weights.
-            The bytes are neither encrypted nor authenticated: between machines it is for networks that you trust.
+            each server: NCCL between CUDA devices of different machines, Gloo otherwise: servers on this machine may
+            share the learner's device, between which NCCL carries nothing. A server that fails breaks its own group
+            only, and has a new one with the next weights. The bytes are neither encrypted nor authenticated: between
+            machines it is for networks that you trust.
         transport_folder: The folder of `shared_file`; it needs room for 256 MiB, or for the largest matrix.
         transport_host: Address of this machine at which servers find the learner with `process_group`; `null`: the one
             from which it reaches each server, 127.0.0.1 on this machine.
@@ -133,7 +136,9 @@ class VLLMServerEngine(Engine):
 
     def _made_stage(self, dtype: torch.dtype, pool: ServerPool, settings: Sequence[dict[str, Any]]) -> Stage:
         if self.transport == "process_group":
-            device = link_device([server["device"] for server in settings], shared=self.urls is None)
+            hosts = [str(urlsplit(server.url).hostname) for server in pool.servers]
+            shared = self.urls is None or any(is_this_machine(host) for host in hosts)
+            device = link_device([server["device"] for server in settings], shared)
             pool.links = Links(self.transport_host, device, self.patience.sync_s)
             return ProcessGroupStage(dtype, device)
         folder = self.transport_folder

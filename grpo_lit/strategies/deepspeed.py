@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from grpo_lit.errors import ConfigError
+from grpo_lit.strategies import saving
 
 
 class DeepSpeed(DeepSpeedStrategy):
@@ -56,7 +59,7 @@ class DeepSpeed(DeepSpeedStrategy):
             )
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
-                "`trainer.strategy` expected an installed deepspeed, but there is none: pip install 'deepspeed>=0.16', "
+                "`trainer.strategy` expected an installed deepspeed, but there is none: pip install deepspeed==0.19.8, "
                 "or use configs/strategy/fsdp2.yaml"
             )
         super().__init__(
@@ -95,6 +98,28 @@ class DeepSpeed(DeepSpeedStrategy):
         self._init_config_if_needed()
         yield
 
+    def check_stage_3(self, lost: dict[str, bool], reference_dtype: str) -> None:
+        """Refuse what would be lost at the end of a run, or is not tried together.
+
+        Args:
+            lost: Keys below ``model``, and whether they ask for something.
+            reference_dtype: Of the model.
+
+        Raises:
+            ConfigError: Names the key.
+        """
+        for key in (key for key, asked in lost.items() if asked):
+            raise ConfigError(
+                f"`model.{key}` and `trainer.strategy: DeepSpeed` of stage 3 contradict: its checkpoints hold the "
+                "policy, whose weights are there in a module's forward and backward alone. Use "
+                "configs/strategy/fsdp2.yaml, or drop one of them"
+            )
+        if reference_dtype == "float32" and self.shards_dtype != torch.float32:
+            raise ConfigError(
+                "`model.reference_dtype: float32` and `trainer.precision: bf16-mixed` contradict with DeepSpeed's "
+                "stage 3, which holds weights in bf16 then. Use 32-true, or drop `model.reference_dtype`"
+            )
+
     @property
     def shards_dtype(self) -> torch.dtype:
         """What weights of stage 3 are held and multiplied in; the optimizer keeps a float32 copy."""
@@ -131,6 +156,25 @@ class DeepSpeed(DeepSpeedStrategy):
         config = {key: self.config[key] for key in kept if key in self.config}
         place = argparse.Namespace(device_rank=self.root_device.index)
         return deepspeed.initialize(args=place, config=config, model=model, dist_init_required=False)[0]
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        """Write a checkpoint beside its place, and move it there when every rank's shards are written.
+
+        DeepSpeed would write into a folder that is there, and through a link into the checkpoint that it points to.
+
+        Raises:
+            SaveError: A rank could not write its share; the checkpoint of this name is as it was.
+        """
+        target = Path(self.broadcast(filepath))
+        with saving.kept_on_failure(target, cleans=self.is_global_zero):
+            if self.is_global_zero:
+                saving.begin(target)
+            self.barrier()
+            super().save_checkpoint(checkpoint, saving.unfinished(target), storage_options)
+            self.barrier()
+            if self.is_global_zero:
+                saving.put_in_place(target)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -137,7 +137,10 @@ class FailureWatch(Callback):
             ended = psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             ended = True
-        return "its process has ended" if ended else f"its process {pid} is there: something in it holds Python's lock"
+        except psutil.Error:
+            return f"nothing is known of its process {pid}"
+        held = f"its process {pid} is there but held up: it was stopped, or something in it holds Python's lock"
+        return "its process has ended" if ended else held
 
     @classmethod
     def begin(cls, trainer: Any) -> None:

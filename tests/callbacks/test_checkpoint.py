@@ -167,11 +167,11 @@ def test_a_held_out_score_is_that_of_the_state_it_is_saved_with(run_of, tmp_path
     assert best == [[], [], [3], [3], [3], [3], [3], [3]]
 
 
-@pytest.mark.parametrize(("save_last", "writes"), [("link", 8), (True, 10), (False, 2)])
+@pytest.mark.parametrize(("save_last", "writes"), [("link", 12), (True, 14), (False, 2)])
 def test_a_kill_in_a_validation_costs_no_save_that_was_due(run_of, tmp_path, monkeypatch, save_last, writes):
-    """Each step is saved before it is validated; of its states 1 and 3 are the best, and saved again as such.
+    """Each step is saved before it is validated, and once more after; states 1 and 3 are the best.
 
-    A ``last`` that is no link is written a second time after those, so that who goes on from it knows them.
+    A link to a new best is written instead of the second ``last``.
     """
     before, written = [], []
 

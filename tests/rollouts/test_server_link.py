@@ -94,10 +94,13 @@ asyncio.run(run())
 
 
 def test_an_address_of_another_machine_is_named():
-    with pytest.raises(ServerError, match=r"`transport_host` expected an address of .* got 203\.0\.113\.7"):
+    with pytest.raises(ServerError, match=r"`transport_host` expected an address by which .* got 203\.0\.113\.7"):
         Links("203.0.113.7", CPU, 1.0).open("http://127.0.0.1:8000", 1)
-    with pytest.raises(ServerError, match=r"`transport_host` expected"):
+    with pytest.raises(ServerError, match=r"`urls` expected an address"):
         links().open("http://no-such-machine.invalid:8000", 1)
+    for everywhere in ("0", "0.0", "::0"):
+        with pytest.raises(ServerError, match=r"`transport_host` expected one address of this machine, but got all"):
+            Links(everywhere, CPU, 1.0).open("http://127.0.0.1:8000", 1)
 
 
 def test_an_error_ends_what_was_to_happen_at_the_same_time():

@@ -1,10 +1,12 @@
 """Servers fail, and no sample is lost, doubled or drawn from other weights than it should be. Needs no vLLM."""
 
+import asyncio
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from torch import Tensor
 from grpo_lit.errors import EngineError
 from grpo_lit.rollout import Request, Sampling
 from grpo_lit.rollouts.engine import EngineModel
-from grpo_lit.rollouts.patience import Patience
+from grpo_lit.rollouts.patience import Patience, ServerError
 from grpo_lit.rollouts.serve_guard import KEY_VARIABLE
+from grpo_lit.rollouts.server import Server
+from grpo_lit.rollouts.server_pool import ServerPool
 from grpo_lit.rollouts.vllm_options import VLLMOptions
 from grpo_lit.rollouts.vllm_server import VLLMServerEngine
 
@@ -239,6 +243,25 @@ def test_a_server_that_fails_in_a_sync_is_out_until_it_takes_a_whole_one(fake, e
     engine.load_weights(WEIGHTS.items(), 5)
     check(engine)
     assert fails.asked != []
+
+
+@pytest.mark.parametrize("answer", ["2-new", ServerError("broken", is_gone=True)])
+def test_a_look_at_a_server_that_an_update_overtakes_takes_it_out_of_nothing(answer):
+    # It would end the process group that the update sends through.
+    pool = ServerPool([], Patience(retries=0))
+    server = Mock(spec=Server, version="1-old", is_alive=True, recovering=asyncio.Lock())
+
+    async def held_version() -> str:
+        server.version = None  # the update has begun
+        if isinstance(answer, ServerError):
+            raise answer
+        return answer
+
+    server.held_version = held_version
+    asyncio.run(pool._check_version(server))
+    server.version = "1-old"
+    asyncio.run(pool._note_failure(server, ServerError("gone", is_gone=True)))
+    server.leave.assert_not_called()
 
 
 def test_if_no_server_takes_the_weights_the_engine_closes(fake, engine_of):

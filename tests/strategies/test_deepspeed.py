@@ -7,10 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from ranks_run import OVERLAY
 
 from grpo_lit.cli import main, run
-from grpo_lit.errors import ConfigError
+from grpo_lit.errors import ConfigError, SaveError
 from grpo_lit.strategies import DeepSpeed
 from grpo_lit.strategies.gradients import clip_gradients, drop_gradients
 
@@ -29,7 +30,7 @@ def test_what_is_missing_is_told_in_a_few_lines(
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "trainer.strategy" in said
-    assert "pip install 'deepspeed" in said
+    assert "pip install deepspeed==" in said
     with pytest.raises(ConfigError, match=r"init_args\.stage.*expected 1, 2 or 3, but got 4"):
         DeepSpeed(stage=4)
     with pytest.raises(ConfigError, match=r"offload_parameters.*expected stage 3.*got stage 2"):
@@ -44,6 +45,39 @@ def strategy() -> DeepSpeed:
     made._model = Mock()
     made._optimizers = [Mock(loss_scale=4.0, cpu_offload=False, averaged_gradients={0: ["g"], 1: ["g"]})]
     return made
+
+
+def test_a_checkpoint_replaces_one_of_its_name_whole_and_leaves_what_a_link_pointed_to(
+    strategy: DeepSpeed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: DeepSpeed, checkpoint: dict, folder: Path, options: object) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "shard").write_text(checkpoint["step"])
+        if checkpoint["step"] == "broken":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DeepSpeedStrategy, "save_checkpoint", write)
+    monkeypatch.setattr(DeepSpeed, "is_global_zero", True)
+    for name, stand_in in {"broadcast": lambda self, value: value, "barrier": lambda self: None}.items():
+        monkeypatch.setattr(DeepSpeed, name, stand_in)
+    best, last = tmp_path / "step=1.ckpt", tmp_path / "last.ckpt"
+    strategy.save_checkpoint({"step": "1"}, best)
+    last.symlink_to(best.name)
+    strategy.save_checkpoint({"step": "2"}, last)
+    assert [(path / "shard").read_text() for path in (best, last)] == ["1", "2"]
+    with pytest.raises(SaveError, match="No space left"):
+        strategy.save_checkpoint({"step": "broken"}, last)
+    assert (last / "shard").read_text() == "2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=1.ckpt"]
+
+
+def test_what_stage_3_cannot_do_is_refused(strategy: DeepSpeed) -> None:
+    strategy.config["bf16"] = {"enabled": True}
+    with pytest.raises(ConfigError, match=r"`model\.old_policy: weights` and .* of stage 3"):
+        strategy.check_stage_3({"activation_offload": False, "old_policy: weights": True}, "auto")
+    with pytest.raises(ConfigError, match=r"`model\.reference_dtype: float32`.*stage 3, which holds weights in bf16"):
+        strategy.check_stage_3({}, "float32")
+    strategy.check_stage_3({"activation_offload": False}, "bfloat16")
 
 
 def test_a_step_of_several_micro_batches_ends_with_the_last(strategy: DeepSpeed) -> None:

@@ -96,7 +96,7 @@ def ended_process() -> int:
 @pytest.mark.parametrize(
     ("process", "fate"),
     [
-        (None, "its process {pid} is there: something in it holds Python's lock"),
+        (None, "its process {pid} is there but held up: it was stopped, or something in it holds Python's lock"),
         (ended_process, "its process has ended"),
         ("elsewhere 1", "it was killed, its machine is gone, or something in it holds Python's lock"),
     ],
