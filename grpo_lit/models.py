@@ -174,14 +174,18 @@ class ModelsModule(EvaluatingModule):
             hold_casts(policy, self._products_dtype)
         return policy
 
-    def _make_sharded(self, dtype: torch.dtype, frozen: bool) -> Policy:
+    def _made_empty(self, dtype: torch.dtype, frozen: bool) -> tuple[Policy, bool]:
+        """Return a model to be cut, and whether it is empty until then: else its files cannot be read in shards."""
         policy = Policy(empty_model(self.checkpoint, dtype))
         in_shards = can_read_shards(policy, self.checkpoint)
         if not in_shards:
             rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
             policy = Policy(load_model(self.checkpoint, dtype))
+        return (policy.requires_grad_(False).eval() if frozen else self._prepared(policy)), in_shards
+
+    def _make_sharded(self, dtype: torch.dtype, frozen: bool) -> Policy:
+        policy, in_shards = self._made_empty(dtype, frozen)
         strategy = self.trainer.strategy
-        policy = policy.requires_grad_(False).eval() if frozen else self._prepared(policy)
         settings = {name: getattr(strategy, name) for name in _OF_SHARDS if hasattr(strategy, name)}
         shard(policy, self._device_mesh["data_parallel"], **settings)
         if in_shards:
@@ -191,13 +195,7 @@ class ModelsModule(EvaluatingModule):
     def _make_partitioned(self, dtype: torch.dtype | None, frozen: bool) -> Policy:
         """Return a model cut by DeepSpeed; ``None``: of the dtype that its engine trains in."""
         strategy: Any = self.trainer.strategy
-        dtype = dtype or strategy.shards_dtype
-        policy = Policy(empty_model(self.checkpoint, dtype))
-        in_shards = can_read_shards(policy, self.checkpoint)
-        if not in_shards:
-            rank_zero_warn("the model's files cannot be read in shards: every rank holds all of it for a moment")
-            policy = Policy(load_model(self.checkpoint, dtype))
-        policy = policy.requires_grad_(False).eval() if frozen else self._prepared(policy)
+        policy, in_shards = self._made_empty(dtype or strategy.shards_dtype, frozen)
         partition(policy, strategy.config, strategy.root_device, self.checkpoint if in_shards else None)
         return policy
 

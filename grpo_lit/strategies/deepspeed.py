@@ -167,14 +167,8 @@ class DeepSpeed(DeepSpeedStrategy):
             SaveError: A rank could not write its share; the checkpoint of this name is as it was.
         """
         target = Path(self.broadcast(filepath))
-        with saving.kept_on_failure(target, cleans=self.is_global_zero):
-            if self.is_global_zero:
-                saving.begin(target)
-            self.barrier()
-            super().save_checkpoint(checkpoint, saving.unfinished(target), storage_options)
-            self.barrier()
-            if self.is_global_zero:
-                saving.put_in_place(target)
+        with saving.written_by_all(self, target) as written:
+            super().save_checkpoint(checkpoint, written, storage_options)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

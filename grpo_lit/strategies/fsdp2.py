@@ -86,16 +86,10 @@ class FSDP2(ModelParallelStrategy):
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, target, storage_options)
             return
-        written = saving.unfinished(target)
-        with saving.kept_on_failure(target, cleans=self.is_global_zero):
-            if self.is_global_zero:
-                saving.begin(target)
-            self.barrier()
+        with saving.written_by_all(self, target) as written:
             super().save_checkpoint(checkpoint, written, storage_options)
-            self.barrier()
             if self.is_global_zero:
                 saving.sync_file(written / saving.METADATA)  # torch has seen to the shards
-                saving.put_in_place(target)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

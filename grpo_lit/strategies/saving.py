@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_lit.errors import ConfigError, SaveError
@@ -105,6 +106,28 @@ def kept_on_failure(target: Path, cleans: bool = True) -> Iterator[None]:
             newest = max(whole, key=lambda path: path.stat().st_mtime)
             left = f"those before it are whole: mend that, and go on with --ckpt_path {newest}"
         raise SaveError(f"the checkpoint {target} could not be written: {cause}; {left}") from error
+
+
+@contextmanager
+def written_by_all(strategy: ParallelStrategy, target: Path) -> Iterator[Path]:
+    """Yield where all ranks write a checkpoint, and move it to its place when every rank's share is written.
+
+    Args:
+        strategy: Of the run.
+        target: The checkpoint.
+
+    Raises:
+        SaveError: A rank could not write its share; the checkpoint of this name is as it was.
+    """
+    first = strategy.is_global_zero
+    with kept_on_failure(target, cleans=first):
+        if first:
+            begin(target)
+        strategy.barrier()
+        yield unfinished(target)
+        strategy.barrier()
+        if first:
+            put_in_place(target)
 
 
 def check_writable(folder: Path, key: str, needed: int = 0) -> None:
