@@ -151,6 +151,7 @@ class ModelsModule(EvaluatingModule):
         if self.adapter is not None:
             self.adapter.inject(policy.model)
             policy.adapted = True
+            policy.input_casts.watch(policy.model)
             hold_casts(policy, self._products_dtype)
         return self._prepared(policy)
 

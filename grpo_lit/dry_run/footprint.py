@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy import head
-from grpo_lit.policy.attention import no_mask
 from grpo_lit.policy.checkpoint import empty_model
 from grpo_lit.policy.offload import WORTH_MOVING, is_weight
 from grpo_lit.policy.packing import Pack
@@ -196,10 +195,9 @@ def _kept(policy: Policy, pack: Pack, autocast: torch.dtype | None, least: float
             stay[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    packed = {} if pack.layout is None else {"layout": pack.layout, "attention_mask": no_mask(pack.input_ids)}
     precision = torch.autocast("cpu", autocast) if autocast else nullcontext()
     with precision, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.model.base_model(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed)
+        policy.last_hidden(pack)
     return sum(tensor.untyped_storage().nbytes() for tensor in stay.values()), sum(tensor.nbytes for tensor in moved)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
@@ -13,6 +14,7 @@ from typing_extensions import override
 from grpo_lit.batch import KeptTensors
 from grpo_lit.policy.attention import PACKED, attend_to_packs, no_mask
 from grpo_lit.policy.head import Head, logprobs_and_entropy
+from grpo_lit.policy.input_casts import InputCasts
 from grpo_lit.policy.kernel_caches import bound_kernel_caches
 from grpo_lit.policy.offload import offloaded
 from grpo_lit.policy.packing import Pack
@@ -83,6 +85,7 @@ class Policy(nn.Module):
         self.model, self.head = model, OutputHead()
         if can_share_prefix(model):
             attend_to_packs(model)
+        self.input_casts = InputCasts(model)
         self.entropy_gradient = entropy_gradient
         self.adapted = self.offloads = False
 
@@ -94,18 +97,21 @@ class Policy(nn.Module):
         self, pack: Pack, targets: TokenInt, temperature: float, kept: KeptTensors | None = None
     ) -> PolicyOutput:
         """Return log-prob and entropy of the target tokens, which follow ``pack.predictor``."""
-        packed = {} if pack.layout is None else {"layout": pack.layout, "attention_mask": no_mask(pack.input_ids)}
-        waiting = offloaded(self.model, pack.input_ids.device) if self.offloads else nullcontext()
-        with waiting:
-            hidden = self.model.base_model(
-                input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed
-            ).last_hidden_state
-        hidden = hidden.flatten(0, 1)[pack.predictor]
+        hidden = self.last_hidden(pack).flatten(0, 1)[pack.predictor]
         settings = _head_settings(self.model.config.get_text_config())
         settings["entropy_gradient"] = self.entropy_gradient and torch.is_grad_enabled()
         output = self.model.get_output_embeddings()
         logprobs, entropy = self.head(hidden, targets, output, settings | {"temperature": temperature}, kept)
         return PolicyOutput(logprobs, entropy)
+
+    def last_hidden(self, pack: Pack) -> Float[Tensor, "R L H"]:
+        """Return what the model makes of a pack before its output layer."""
+        packed = {} if pack.layout is None else {"layout": pack.layout, "attention_mask": no_mask(pack.input_ids)}
+        waiting = offloaded(self.model, pack.input_ids.device) if self.offloads else nullcontext()
+        with waiting, self.input_casts.shared():
+            return self.model.base_model(
+                input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **packed
+            ).last_hidden_state
 
     @override
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Policy":
