@@ -18,6 +18,7 @@ from grpo_lit.policy.checkpoint import empty_model, load_model
 from grpo_lit.policy.policy import Policy, can_share_prefix
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
+from grpo_lit.policy.recompute import Recomputed, recompute
 from grpo_lit.policy.sharding import can_read_shards, read_shards, shard, whole
 from grpo_lit.policy.zero import gathered_weights, partition, size
 from grpo_lit.strategies.checkpoint_io import save_atomically
@@ -38,7 +39,7 @@ class ModelsModule(EvaluatingModule):
         needs_reference: Hold a frozen reference: the weights that the run began with.
         needs_old_policy: Hold a frozen copy for the weights of an earlier step.
         share_prefix: One copy of a prompt for all its completions. ``None``: where the architecture allows it.
-        gradient_checkpointing: Recompute activations in backward.
+        gradient_checkpointing: What backward makes again; see :func:`grpo_lit.policy.recompute.recompute`.
         adapter: What to train instead of the model's weights.
         quantization: How to hold the weights that are not trained.
         reference_dtype: How to hold the reference.
@@ -55,7 +56,7 @@ class ModelsModule(EvaluatingModule):
         needs_reference: bool,
         needs_old_policy: bool,
         share_prefix: bool | None,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: Recomputed,
         adapter: LoRA | None = None,
         quantization: NF4 | None = None,
         reference_dtype: ReferenceDtype = "auto",
@@ -201,8 +202,7 @@ class ModelsModule(EvaluatingModule):
         return policy
 
     def _prepared(self, policy: Policy) -> Policy:
-        if self.gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(policy.model, self.gradient_checkpointing)
         policy.offloads = self.activation_offload
         return policy.train()
 

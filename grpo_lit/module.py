@@ -26,6 +26,7 @@ from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.learner import GradientOutput, Learner, Measurement
 from grpo_lit.policy.precision import float32_by_default, weights_dtype
 from grpo_lit.policy.quantization import NF4
+from grpo_lit.policy.recompute import Recomputed
 from grpo_lit.rollout import Completion, Group, Prompt
 from grpo_lit.rollouts.minibatch import Minibatch, Rollout
 from grpo_lit.strategies.gradients import clip_gradients, drop_gradients
@@ -53,7 +54,7 @@ class GRPOModule(CheckpointedModule):
         gradient_clip_norm: Largest global gradient norm; ``null``: no clipping.
         share_prefix: One copy of a prompt for all its completions. ``null``: where the architecture allows it.
         max_idle_minibatches: Stop after this many in a row that could not move the weights.
-        gradient_checkpointing: Recompute activations in backward: less memory, more time.
+        gradient_checkpointing: What backward makes again: layers (``true``), norms (nearly free), nothing (``false``).
         shadows: Further recipes by name, measured on the same batches and not trained: ``shadow/cosine_<name>`` and
             ``shadow/norm_<name>`` hold their gradient with respect to the log-probs against the trained one's.
         adapter: Train a low-rank change of the model instead of its weights.
@@ -75,7 +76,7 @@ class GRPOModule(CheckpointedModule):
         gradient_clip_norm: float | None = 1.0,
         share_prefix: bool | None = None,
         max_idle_minibatches: int = 20,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Recomputed = "norms",
         shadows: dict[str, Objective] | None = None,
         adapter: LoRA | None = None,
         quantization: NF4 | None = None,
@@ -110,10 +111,9 @@ class GRPOModule(CheckpointedModule):
             raise ConfigError(
                 f"`model.gradient_clip_norm` expected to be > 0, but got {gradient_clip_norm}: use null for no clipping"
             )
-        if activation_offload and gradient_checkpointing:
+        if activation_offload and gradient_checkpointing is True:
             raise ConfigError(
-                "`model.activation_offload` and `model.gradient_checkpointing` contradict: what is recomputed is not "
-                "kept. Drop one of them"
+                "`model.activation_offload` and `model.gradient_checkpointing: true` contradict: drop one of them"
             )
         paying = [part for part in self.objective.corrections if part.pays_sampler_ratio]
         if old_policy == "sampler" and paying:

@@ -18,6 +18,7 @@ from grpo_lit.objectives import Objective
 from grpo_lit.policy.compiling import compile_norms
 from grpo_lit.policy.learner import Learner
 from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.policy.recompute import recompute
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollouts.minibatch import UpdatePlan
 
@@ -108,6 +109,8 @@ class OurArm(_TimedArm):
         share = can_share_prefix(self.models.policy)
         ranks = Ranks(SingleDeviceStrategy(device=self.device))
         self.learner = Learner(self.objective, settings.budget, share, ranks, self.device)
+        if not settings.gradient_checkpointing:
+            recompute(self.models.policy, "norms")
         self.policy = Policy(self.models.policy, entropy_gradient=self.objective.entropy_coefficient > 0)
         self.reference = None if self.models.reference is None else Policy(self.models.reference)
 

@@ -26,7 +26,7 @@ class Options:
         group_size: Completions of a prompt.
         budget: Most input tokens of a micro-batch of ours, as ``model.max_tokens_per_micro_batch``.
         plain_rows: Sequences of a micro-batch of the others.
-        gradient_checkpointing: Recompute activations in backward, in every arm.
+        gradient_checkpointing: Make layers again in backward, in every arm. Without, ours makes its norms again.
         one_at_a_time: End an arm's process before the next one's starts: for arms that do not fit beside each other.
         threads: Of each process; 0: as many as PyTorch takes.
         tiny: A model of two layers and an eighth of the lengths: says whether the benchmark works, and nothing else.

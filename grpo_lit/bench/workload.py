@@ -13,6 +13,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.lab.recipes import load_objective
 from grpo_lit.objectives import Objective
 from grpo_lit.objectives.reductions import Counts
+from grpo_lit.policy.recompute import recompute
 from grpo_lit.rollout import Completion, Group, Prompt
 
 #: Ids below are special tokens, which no completion holds.
@@ -40,8 +41,7 @@ def make_models(settings: Settings, needs_reference: bool) -> Models:
     policy = AutoModelForCausalLM.from_config(
         settings.model_config(), dtype=torch.float32, attn_implementation="sdpa"
     ).to(settings.device)
-    if settings.gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(policy, settings.gradient_checkpointing)
     reference = None
     if needs_reference:
         reference = copy.deepcopy(policy).requires_grad_(False).eval()

@@ -18,6 +18,7 @@ from grpo_lit.policy.checkpoint import empty_model
 from grpo_lit.policy.offload import WORTH_MOVING, is_weight
 from grpo_lit.policy.packing import Pack
 from grpo_lit.policy.policy import Policy
+from grpo_lit.policy.recompute import recompute
 from grpo_lit.policy.sharding import decoder_layers
 
 #: Bytes per parameter of optimizers whose states cannot be made without memory: two float32 numbers, as Adam's.
@@ -166,10 +167,12 @@ def activations(module: GRPOModule, pack: Pack, autocast: torch.dtype | None = N
     layers, least = len(decoder_layers(policy)), float(WORTH_MOVING) if module.activation_offload else math.inf
     with fake:
         policy.to_empty(device="cpu")
+        if module.gradient_checkpointing == "norms":
+            recompute(policy.model, "norms")
         kept, moved = _kept(policy, pack, autocast, least)
         layer = moved // layers
-        if module.gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if module.gradient_checkpointing is True:
+            recompute(policy.model, True)
             kept, layer = _kept(policy, pack, autocast)[0], kept // layers
     weight = policy.model.get_output_embeddings().weight
     tokens, (vocabulary, width) = len(pack.predictor), weight.shape

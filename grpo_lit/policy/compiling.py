@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from grpo_lit.policy.recompute import keep_norms, rms_norms
+
 
 def compile_norms(model: nn.Module) -> int:
     """Run the RMS norms of a model through ``torch.compile`` from their next use on, and return how many there are.
@@ -14,8 +16,8 @@ def compile_norms(model: nn.Module) -> int:
     Args:
         model: Changed in place; the names of its weights stay.
     """
-    # Every architecture of transformers has a class of its own for it.
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    keep_norms(model)  # what is compiled keeps its input alone
+    norms = rms_norms(model)
     for norm in norms:
         norm.compile(dynamic=True)
     return len(norms)

@@ -17,6 +17,7 @@ from grpo_lit.policy import offload
 from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.checkpoint import load_model
 from grpo_lit.policy.policy import Policy
+from grpo_lit.policy.recompute import Recomputed, recompute
 
 MAKE = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -61,15 +62,14 @@ def test_rows_are_cut_into_chunks_of_equal_size() -> None:
     assert sizes.bytes() == 64
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_those_of_a_real_pass(tiny_model_path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [False, "norms", True])
+def test_activations_are_those_of_a_real_pass(tiny_model_path: Path, checkpointing: Recomputed) -> None:
     pack = Workload(400, 4, 20, 20, budget=8192, share_prefix=True).largest_pack()
     module = GRPOModule(str(tiny_model_path), gradient_checkpointing=checkpointing)
     Footprint.of(module)
     told = activations(module, pack).held
     policy = Policy(load_model(str(tiny_model_path))).train()
-    if checkpointing:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(policy.model, checkpointing)
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)  # counted apart
     targets = torch.ones(len(pack.predictor), dtype=torch.long)
@@ -100,6 +100,7 @@ def test_moved_activations_are_those_of_a_real_pass(tiny_model_path: Path, monke
     monkeypatch.setattr(offload, "_Moved", Counted)
     policy = Policy(load_model(str(tiny_model_path))).train()
     policy.offloads = True
+    recompute(policy.model, "norms")
     policy(pack, torch.ones(len(pack.predictor), dtype=torch.long), 1.0)
     assert told.moved == sum(copies)
     assert whole.moved == 0

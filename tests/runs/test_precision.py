@@ -21,6 +21,7 @@ from grpo_lit.errors import ConfigError
 from grpo_lit.module import GRPOModule
 from grpo_lit.objectives import K3, Objective
 from grpo_lit.optimizers import MasterWeights, StochasticAdamW
+from grpo_lit.policy.recompute import Recomputed
 
 small = partial(AdamW, lr=1e-6, weight_decay=0.0)
 
@@ -127,10 +128,10 @@ class CountCasts(Callback):
             self.of_policy.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, "norms", True])
 def test_autocast_casts_each_weight_once_a_step_and_gradients_are_the_same(
     make_module: Callable, make_data: Callable, make_trainer: Callable, weights_of: Callable,
-    monkeypatch: pytest.MonkeyPatch, gradient_checkpointing: bool,
+    monkeypatch: pytest.MonkeyPatch, gradient_checkpointing: Recomputed,
 ) -> None:  # fmt: skip
     def run(**changes: Any) -> tuple[dict[str, torch.Tensor], CountCasts]:
         counts = CountCasts()
