@@ -15,7 +15,7 @@ from grpo_lit.evaluating import EvaluatingModule
 from grpo_lit.policy.adapter import LoRA, published_weights
 from grpo_lit.policy.borrowed import AdapterSnapshot, WithoutAdapter
 from grpo_lit.policy.checkpoint import empty_model, load_model
-from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.policy.policy import Policy, can_share_prefix, check_head
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.recompute import Recomputed, recompute
@@ -147,6 +147,7 @@ class ModelsModule(EvaluatingModule):
         if self._in_zero_3:
             return self._make_partitioned(None, frozen=False)
         policy = Policy(load_model(self.checkpoint, self._weights_dtype))
+        check_head(policy)
         if self.quantization is not None:
             self.quantization.quantize(policy.model, policy.model.get_output_embeddings(), self._products_dtype)
         if self.adapter is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo_lit.data.options import RolloutOptions
 from grpo_lit.errors import ConfigError
-from grpo_lit.policy.checkpoint import context_length
+from grpo_lit.policy.checkpoint import context_length, steady_length
 from grpo_lit.rollout import Sampling
 from grpo_lit.rollouts.engine import Engine
 
@@ -101,13 +101,20 @@ def check_room(checkpoint: str, prompt: int, completion: int) -> None:
         completion: Most tokens of a completion.
 
     Raises:
-        ConfigError: Where they exceed its context together.
+        ConfigError: Where they exceed its context together, or the length up to which its positions mean the same.
     """
     room = context_length(checkpoint)
     if prompt + completion > room:
         raise ConfigError(
             f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {room}, the model's context, "
             f"but got {prompt} + {completion}"
+        )
+    steady = steady_length(checkpoint)
+    if prompt + completion > steady:
+        raise ConfigError(
+            f"`data.max_prompt_tokens` + `data.sampling.max_tokens` expected at most {steady}, but got {prompt} + "
+            f"{completion}: beyond that this model rotates positions by the longest sequence of a forward pass, so "
+            "that log-probs would depend on what a micro-batch holds"
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import sdpa_mask
 
 from grpo_lit.policy.cpu_attention import attend, fits
@@ -216,8 +216,12 @@ def _fused(
     scaling: float,
 ) -> Float[Tensor, "B Q A E"]:
     q, k, v = (tokens.transpose(1, 2) for tokens in (query, key, value))
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1 and q.device.type != "cpu" and not use_gqa_in_sdpa(mask, k, v):
+        # CUDA has no fused kernel for heads that share keys there, and would hold all scores.
+        k, v, shared = repeat_kv(k, shared), repeat_kv(v, shared), 1
     output = nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shared > 1
     )
     return output.transpose(1, 2)
 

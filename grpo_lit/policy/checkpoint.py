@@ -192,6 +192,23 @@ def context_length(checkpoint: str) -> int:
     return NO_LIMIT
 
 
+def steady_length(checkpoint: str) -> int:
+    """Return the most tokens up to which a position is rotated alike whatever else a micro-batch holds.
+
+    Dynamic and long RoPE choose their frequencies by the longest sequence of a forward pass: beyond this length a
+    sequence's log-probs depend on what it is batched with. ``NO_LIMIT`` for every other model.
+    """
+    config = load_config(checkpoint).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    limits = [
+        int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=NO_LIMIT)
+
+
 def _attention(config: PretrainedConfig, asked: str) -> str:
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     if asked == "sdpa" and capped:

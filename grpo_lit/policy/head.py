@@ -133,7 +133,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_weight is not None:
                 _accumulate(grad_weight, logits, hidden_c[chunk])
             if grad_bias is not None:
-                grad_bias += logits.sum(0)
+                grad_bias += logits.sum(0, dtype=grad_bias.dtype)
         return (
             grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from grpo_lit.batch import KeptTensors
+from grpo_lit.errors import ConfigError
 from grpo_lit.policy.attention import PACKED, attend_to_packs, no_mask
 from grpo_lit.policy.head import Head, logprobs_and_entropy
 from grpo_lit.policy.input_casts import InputCasts
@@ -128,6 +129,30 @@ def _logit_scale(config: PretrainedConfig) -> float:
     if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
         return float(config.logit_scale)
     return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+
+
+@torch.no_grad()
+def check_head(policy: Policy) -> None:
+    """Hold the policy's log-probs of a few tokens against those of the logits that the model makes itself.
+
+    Args:
+        policy: With all of its weights.
+
+    Raises:
+        ConfigError: The architecture does more between its last hidden states and its logits than the head knows of.
+    """
+    model, (weight, *_) = policy.model, policy.model.get_input_embeddings().parameters()
+    ids = (7919 * torch.arange(1, 9, device=weight.device) % weight.shape[0])[None]
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    got = policy(Pack(ids, positions[None], None, positions[:-1]), ids[0, 1:], 1.0).logprobs
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].to(got.dtype)
+    gap = float((logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0] - got).abs().max())
+    precision = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 2e-2  # logits may be in bf16
+    if not gap <= precision * (1.0 + float(logits.abs().max())):
+        raise ConfigError(
+            "`model.checkpoint` expected logits that are the output layer's products, scaled or soft-capped, but got "
+            f"{type(model).__name__}, whose log-probs are {gap:.2g} nats from those: its head is not known here"
+        )
 
 
 def can_share_prefix(model: PreTrainedModel) -> bool:

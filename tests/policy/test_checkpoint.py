@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, BertConfig, BertModel, GenerationConfig
 
+from grpo_lit.data.checks import check_room
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.checkpoint import (
     NO_LIMIT,
@@ -19,6 +20,7 @@ from grpo_lit.policy.checkpoint import (
     load_tokenizer,
     resolve_checkpoint,
     silence_modules,
+    steady_length,
     stop_token_ids,
 )
 
@@ -229,6 +231,27 @@ def test_a_model_that_could_never_stop_is_refused(folder):
     edit(folder / "config.json", eos_token_id=None)
     edit(folder / "tokenizer_config.json", eos_token=None)
     assert "end-of-sequence token" in refusal(folder, stop_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, NO_LIMIT),
+        (None, NO_LIMIT),
+    ],
+)
+def test_positions_mean_the_same_up_to_a_length(folder, rope, length):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 8.0}
+    if rope is not None:
+        longer = factors if rope["rope_type"] == "longrope" else {}
+        edit(folder / "config.json", rope_parameters={"rope_theta": 1e4} | longer | rope)
+    assert steady_length(str(folder)) == length
+    check_room(str(folder), 32, 32)
+    if length == 64:
+        with pytest.raises(ConfigError, match=r"`data\.max_prompt_tokens`.* expected at most 64, but got 32 \+ 33"):
+            check_room(str(folder), 32, 33)
 
 
 def test_context_length(tiny_folder, folder):

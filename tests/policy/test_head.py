@@ -213,3 +213,18 @@ def test_logits_take_the_memory_of_a_chunk_however_many_tokens_there_are(
         logp, _ = logprobs_and_entropy(hidden, targets, Head(weight), kept)
         logp.sum().backward()
     assert largest.elements == 8 * vocabulary  # where [T, V] has up to twelve times as many
+
+
+def test_the_gradient_of_a_bias_is_added_up_in_float32_under_autocast() -> None:
+    """One logit in a hundred: a bf16 sum of a chunk, of 8 bits, would be off by up to 1 in 512."""
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(400, 8), torch.randn(32, 8), torch.randn(32, requires_grad=True)
+    targets = torch.arange(400) % 32
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = logprobs_and_entropy(hidden, targets, Head(weight, bias))
+    (got,) = torch.autograd.grad(logprobs.sum(), bias)
+    logits = (hidden.bfloat16() @ weight.bfloat16().T + bias.bfloat16()).float()
+    # What is added up is in bf16, as are the products it comes from: their errors, not a sum's, are let through.
+    exact = (torch.nn.functional.one_hot(targets, 32) - logits.softmax(-1)).bfloat16().detach()
+    torch.testing.assert_close(got, exact.float().sum(0), rtol=2e-4, atol=2e-3)
+    assert (exact.sum(0).float() - exact.float().sum(0)).abs().max() > 2e-2

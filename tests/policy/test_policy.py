@@ -6,8 +6,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_lit.batch import TokenBatch
+from grpo_lit.errors import ConfigError
 from grpo_lit.policy.packing import pack_rows, plan_micro_batches
-from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.policy.policy import Policy, can_share_prefix, check_head
 from grpo_lit.rollout import Completion, Group, Prompt
 
 VOCABULARY = 50
@@ -46,9 +47,9 @@ ARCHITECTURES = {
 SHARES = {"llama", "qwen2", "qwen3", "gemma", "phi", "mixtral", "gpt2"}
 
 
-def tiny_model(name: str) -> PreTrainedModel:
+def tiny_model(name: str, options: dict[str, object] | None = None) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **ARCHITECTURES[name])
+    config = AutoConfig.for_model(name, **(options or ARCHITECTURES[name]))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     for parameter in model.parameters():  # the default initialisation is too small to tell positions apart
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -112,6 +113,31 @@ def test_packs_give_the_log_probs_and_gradients_of_each_sequence_alone(name: str
         ours = torch.autograd.grad((got * weights).sum(), list(model.parameters()), allow_unused=True)
         for a, b in zip(ours, gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+#: Architectures that do more to their logits than multiply, and what of it the head knows.
+HEADS = {
+    "granite": COMMON | {"logits_scaling": 3.0},
+    "cohere": COMMON | {"logit_scale": 0.2},
+    "gemma2": ARCHITECTURES["gemma2"] | {"final_logit_softcapping": 2.0},
+}
+UNKNOWN_HEADS = {
+    "hyperclovax": COMMON | {"logits_scaling": 3.0},  # which multiplies, where Granite divides
+    "recurrent_gemma": COMMON | {"logits_soft_cap": 1.0, "lru_width": 32, "block_types": ["attention"], "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize(("name", "options"), [*ARCHITECTURES.items(), *HEADS.items()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_known_is_let_through(name: str, options: dict[str, object], dtype: torch.dtype) -> None:
+    check_head(Policy(tiny_model(name, options).to(dtype)))
+
+
+@pytest.mark.parametrize(("name", "options"), UNKNOWN_HEADS.items())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_not_known_is_refused(name: str, options: dict[str, object], dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=r"`model\.checkpoint` expected logits .* its head is not known here"):
+        check_head(Policy(tiny_model(name, options).to(dtype)))
 
 
 def test_order_of_sequences_changes_nothing() -> None:
