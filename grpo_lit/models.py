@@ -15,7 +15,7 @@ from grpo_lit.evaluating import EvaluatingModule
 from grpo_lit.policy.adapter import LoRA, published_weights
 from grpo_lit.policy.borrowed import AdapterSnapshot, WithoutAdapter
 from grpo_lit.policy.checkpoint import empty_model, load_model
-from grpo_lit.policy.policy import Policy, can_share_prefix, check_head
+from grpo_lit.policy.policy import Policy, check_head, why_plain_rows
 from grpo_lit.policy.precision import cast_once, float32_by_default, hold_casts, weights_dtype
 from grpo_lit.policy.quantization import NF4
 from grpo_lit.policy.recompute import Recomputed, recompute
@@ -90,31 +90,32 @@ class ModelsModule(EvaluatingModule):
         """Load the policy, and the copies of it that the recipe asks for; once."""
         if self.policy is not None:
             return
-        self._check_mesh()
+        self._check_strategy()
         if self.activation_offload and self.device.type == "cpu":
             raise ConfigError(
                 "`model.activation_offload` expected a GPU, but got `trainer.accelerator: cpu`: activations are in the "
                 "machine's memory already. Drop it, or use model.gradient_checkpointing"
             )
         self.policy = self._make_policy()
-        model, able = self.policy.model, can_share_prefix(self.policy.model)
-        if self.share_prefix and not able:
-            raise ConfigError(
-                f"`model.share_prefix` expected false or null, but got true: {type(model).__name__} attends in a way "
-                "that a shared prompt cannot be masked out of"
-            )
-        self.share_prefix = able if self.share_prefix is None else self.share_prefix
-        rank_zero_info(
-            f"{type(model).__name__}, {_size(self.policy)}; prompts are "
-            f"{'shared by' if self.share_prefix else 'repeated for'} their completions"
-        )
+        self._choose_rows(self.policy)
         adapted = self.adapter is not None
         if self._needs_reference:
             self.reference = WithoutAdapter(self.policy) if adapted else self._make_frozen(self.reference_dtype)
         if self._needs_old_policy:
             self.old_policy = AdapterSnapshot(self.policy) if adapted else self._make_frozen("auto")
 
-    def _check_mesh(self) -> None:
+    def _choose_rows(self, policy: Policy) -> None:
+        """Decide whether completions share their prompt, and say so."""
+        name, obstacle = type(policy.model).__name__, why_plain_rows(policy.model)
+        if self.share_prefix and obstacle:
+            raise ConfigError(f"`model.share_prefix` expected false or null, but got true: {name} has {obstacle}")
+        shared = obstacle is None if self.share_prefix is None else self.share_prefix
+        reason = "" if shared else f" ({obstacle or 'model.share_prefix: false'})"
+        self.share_prefix = shared
+        how = "shared by" if shared else "repeated for"
+        rank_zero_info(f"{name}, {_size(policy)}; prompts are {how} their completions{reason}")
+
+    def _check_strategy(self) -> None:
         if self._device_mesh is not None and (size := self._device_mesh["tensor_parallel"].size()) > 1:
             raise ConfigError(
                 f"`trainer.strategy` expected a tensor-parallel size of 1, but got {size}: use "

@@ -156,17 +156,27 @@ def check_head(policy: Policy) -> None:
 
 
 def can_share_prefix(model: PreTrainedModel) -> bool:
-    """Return whether completions may share one copy of their prompt.
+    """Return whether completions may share one copy of their prompt; see :func:`why_plain_rows`."""
+    return why_plain_rows(model) is None
 
-    That takes full attention in every layer, and attention functions that can be exchanged for the packs' own. Sliding
-    windows, linear attention, recurrent layers and soft-capped attention get plain rows, one sequence each.
+
+def why_plain_rows(model: PreTrainedModel) -> str | None:
+    """Return why every sequence needs a row of its own; ``None``: completions may share one copy of their prompt.
+
+    That takes full attention in every layer, and attention functions that can be exchanged for the packs' own.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    plain = all(not any(kind in layer for kind in _UNMASKABLE) for layer in layers)
-    if getattr(config, "layer_types", None):
-        windowed = False  # the layer list is the truth where there is one
-    exchangeable = config._attn_implementation in ("sdpa", PACKED) and model._can_set_attn_implementation()
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return bool(exchangeable and plain and not windowed and not capped and not model._is_stateful)
+    unmaskable = [layer for layer in layers if any(kind in layer for kind in _UNMASKABLE)]
+    if unmaskable:
+        return f"layers of {unmaskable[0].replace('_', ' ')}"
+    if windowed and not getattr(config, "layer_types", None):  # the layer list is the truth where there is one
+        return "sliding windows"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "soft-capped attention"
+    if model._is_stateful:
+        return "state that runs along the row"
+    if config._attn_implementation not in ("sdpa", PACKED) or not model._can_set_attn_implementation():
+        return "attention that cannot be exchanged"
+    return None

@@ -22,10 +22,10 @@ def weights_dtype(precision: str) -> torch.dtype:
             ``bf16-true`` (bf16 weights and gradients).
 
     Raises:
-        ConfigError: For float16, whose gradients vanish without loss scaling.
+        ConfigError: For any other: gradients in float16 vanish without loss scaling.
     """
-    if precision.startswith("16"):
-        raise ConfigError(f"`trainer.precision` expected 32-true or bf16-mixed, but got {precision}: no loss scaling")
+    if precision not in ("32-true", "bf16-mixed", "bf16-true"):
+        raise ConfigError(f"`trainer.precision` expected 32-true, bf16-mixed or bf16-true, but got {precision}")
     return torch.bfloat16 if precision == "bf16-true" else torch.float32
 
 

@@ -16,6 +16,8 @@ from grpo_lit.policy.packing import Pack
 from grpo_lit.policy.policy import Policy
 from grpo_lit.policy.precision import hold_casts
 from grpo_lit.policy.quantization import NF4
+from grpo_lit.rollouts.engine import EngineModel
+from grpo_lit.rollouts.transformers import TransformersEngine
 
 IDS = torch.tensor([[5, 80, 120, 33, 9, 10]])
 PACK = Pack(IDS, torch.arange(6)[None], layout=None, predictor=torch.arange(5))
@@ -68,15 +70,20 @@ def test_published_merged_and_exported_weights_compute_what_the_policy_does(
 
 
 @pytest.mark.parametrize(("variant", "scale"), [("lora", 8 / 4), ("rslora", 8 / 2)])  # alpha / r, alpha / sqrt r
-def test_each_sync_publishes_base_plus_scale_b_a_and_leaves_the_base_alone(
-    tiny_model: Callable, variant: str, scale: float
+def test_each_sync_gives_an_engine_base_plus_scale_b_a_and_leaves_the_base_alone(
+    tiny_model: Callable, tiny_model_path: Path, variant: str, scale: float
 ) -> None:
     """Field bug E5: never delivered, merged twice, or the base not as it was."""
+    engine = TransformersEngine(dtype="bfloat16", device="cpu")
+    engine.start(EngineModel(str(tiny_model_path), (2,), 64))
     base = tiny_model("llama").bfloat16().state_dict()
     policy = adapted(tiny_model("llama").bfloat16(), LoRA(4, 8.0, variant=variant))
     for sync in range(100):
         move(policy, seed=sync)
         published = dict(published_weights(policy.model))
+        engine.load_weights(published.items(), version=sync)
+        held = engine._loaded.state_dict()
+        assert held.keys() == published.keys()
         parts = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         for name, weight in published.items():
             stem = name.removesuffix("weight")
@@ -85,7 +92,8 @@ def test_each_sync_publishes_base_plus_scale_b_a_and_leaves_the_base_alone(
                 a, b = (parts[f"{stem}lora_{side}.default.weight"].double() for side in "AB")
                 expected = expected + scale * b @ a
                 assert weight.dtype == torch.float32
-            torch.testing.assert_close(weight.double(), expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(held[name], weight.bfloat16())
     left = {n.replace(".base_layer", ""): t for n, t in policy.model.state_dict().items() if ".lora_" not in n}
     assert left.keys() == base.keys()
     assert all(torch.equal(tensor, base[name]) for name, tensor in left.items())

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from kept import kept_bytes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -65,38 +66,30 @@ def test_layers_that_are_made_again_in_backward_agree(monkeypatch: pytest.Monkey
 def test_an_adapter_shares_them_with_the_layer_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(tiny_model("llama"))
     LoRA(rank=2).inject(policy.model)
-    alone = kept_bytes(policy)
+    alone = kept(policy)
     policy.input_casts.watch(policy.model)
     policy.input_casts.watch(policy.model)
     for layer in policy.model.modules():
         assert len(layer._forward_pre_hooks) == (type(layer) is nn.Linear)
-    assert kept_bytes(policy) < alone
+    assert kept(policy) < alone
     assert_same_bits(policy, monkeypatch)
 
 
-def kept_bytes(policy: Policy) -> int:
-    """What a forward keeps for backward, each storage once."""
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
+def kept(policy: Policy) -> int:
     batch = ragged_batch()
     (rows,) = plan_micro_batches(batch, 1000, share_prefix=True)
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.last_hidden(pack_rows(batch, rows)[1])
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        return kept_bytes(policy, lambda: policy.last_hidden(pack_rows(batch, rows)[1]))
 
 
 def test_a_layer_keeps_one_copy_of_its_input_for_all_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model: PreTrainedModel = tiny_model("llama")
     policy, config = Policy(model), model.config
-    shared = kept_bytes(policy)
+    shared = kept(policy)
     monkeypatch.setattr(policy.input_casts, "shared", nullcontext)
     tokens = 15 + 45 - 9  # of prompts, of completions but for the last of each
     copies = 3 + 2 - 2  # queries, keys, values; gate, up; one of each remains
-    assert kept_bytes(policy) - shared == config.num_hidden_layers * copies * tokens * config.hidden_size * 2
+    assert kept(policy) - shared == config.num_hidden_layers * copies * tokens * config.hidden_size * 2
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -153,4 +146,4 @@ def test_a_copy_of_a_policy_shares_among_its_own_layers() -> None:
     policy = Policy(tiny_model("llama"))
     other = copy.deepcopy(policy)
     assert other.input_casts is not policy.input_casts
-    assert kept_bytes(other) == kept_bytes(policy)
+    assert kept(other) == kept(policy)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from grpo_lit.batch import TokenBatch
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.packing import pack_rows, plan_micro_batches
-from grpo_lit.policy.policy import Policy, can_share_prefix, check_head
+from grpo_lit.policy.policy import Policy, can_share_prefix, check_head, why_plain_rows
 from grpo_lit.rollout import Completion, Group, Prompt
 
 VOCABULARY = 50
@@ -96,7 +96,9 @@ def packed(model: PreTrainedModel, batch: TokenBatch, budget: int, share: bool, 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_prefix_sharing_is_chosen_by_what_the_architecture_can_do(name: str) -> None:
-    assert can_share_prefix(tiny_model(name)) == (name in SHARES)
+    model = tiny_model(name)
+    assert can_share_prefix(model) == (name in SHARES)
+    assert why_plain_rows(model) == {"gemma2": "layers of sliding attention", "mistral": "sliding windows"}.get(name)
 
 
 # Field bug B4.

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from kept import kept_bytes
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_lit.policy.adapter import LoRA
@@ -25,18 +25,8 @@ def gradients(model: PreTrainedModel, autocast: bool) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def kept_bytes(model: nn.Module) -> int:
-    """What a forward keeps for backward beside its weights, each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(input_ids=IDS, use_cache=False)  # noqa: F841 (what it keeps, it keeps while it lives)
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
+def kept(model: PreTrainedModel) -> int:
+    return kept_bytes(model, lambda: model(input_ids=IDS, use_cache=False))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -57,17 +47,17 @@ def test_loss_and_gradients_are_the_same_to_the_bit(
 
 def test_a_norm_keeps_its_input_alone(tiny_model: Callable) -> None:
     model = tiny_model("llama").train()
-    norms, whole = rms_norms(model), kept_bytes(model)
+    norms, whole = rms_norms(model), kept(model)
     assert len(norms) == sum("norm" in name for name in model.state_dict())
     recompute(model, "norms")
     # Beside its input, a norm of transformers keeps the normalised input and the root of the variance, one a row.
     size = 4 * IDS.numel() * (model.config.hidden_size + 1)
-    assert whole - kept_bytes(model) == pytest.approx(len(norms) * size, rel=0.02)
+    assert whole - kept(model) == pytest.approx(len(norms) * size, rel=0.02)
     recompute(model, True)
-    assert kept_bytes(model) < whole / 2
+    assert kept(model) < whole / 2
     keep_norms(model)
     model.gradient_checkpointing_disable()
-    assert kept_bytes(model) == whole
+    assert kept(model) == whole
 
 
 def test_a_layer_norm_is_left_alone(tiny_model: Callable) -> None:

@@ -72,6 +72,6 @@ def test_what_stage_3_cannot_do_is_refused(options: dict[str, Any], key: str) ->
     strategy.config = {"zero_optimization": {"stage": 3}}
     module._trainer = Mock(strategy=strategy)
     with pytest.raises(ConfigError, match=rf"`{key}` and `trainer\.strategy: DeepSpeed.*contradict"):
-        module._check_mesh()
+        module._check_strategy()
     with pytest.raises(ConfigError, match=r"ReferenceRefresh` and `trainer\.strategy: DeepSpeed.*stage 3"):
         module.check_refresh(decay=0.0)
