@@ -46,12 +46,13 @@ class InputCasts:
         if not self._active or not isinstance(values, Tensor) or values.dtype != torch.float32:
             return None
         device = values.device.type
-        if not torch.is_autocast_enabled(device):
+        # A tensor made in inference mode, as during validation, does not tell whether it was changed.
+        if values.is_inference() or not torch.is_autocast_enabled(device):
             return None
-        if self._last is None or self._last[0] is not values or self._last[1] != values._version:
-            cast = values.detach().to(torch.get_autocast_dtype(device))
-            self._last = values, values._version, cast
-        return _CastBefore.apply(values, self._last[2]), *inputs[1:]
+        last, dtype = self._last, torch.get_autocast_dtype(device)
+        if last is None or last[0] is not values or last[1] != values._version or last[2].dtype != dtype:
+            last = self._last = values, values._version, values.detach().to(dtype)
+        return _CastBefore.apply(values, last[2]), *inputs[1:]
 
 
 class _CastBefore(torch.autograd.Function):

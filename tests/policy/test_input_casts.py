@@ -147,3 +147,16 @@ def test_a_copy_of_a_policy_shares_among_its_own_layers() -> None:
     other = copy.deepcopy(policy)
     assert other.input_casts is not policy.input_casts
     assert kept(other) == kept(policy)
+
+
+def test_inputs_made_in_inference_mode_are_cast_by_autocast() -> None:
+    """As a validation makes them: they do not count their changes."""
+    module, x = Shared(), torch.randn(2, 4)
+    casts = InputCasts(module)
+    with torch.autocast("cpu", torch.bfloat16), casts.shared():
+        expected = module(x).detach()
+        with torch.inference_mode():
+            y = x * 1.0
+            assert torch.equal(module(y), expected)
+            y.mul_(2.0)
+            assert torch.equal(module(y), module(x * 2.0))
