@@ -1,7 +1,7 @@
 """What Lightning's precisions mean here: the dtype of the weights, and what stays float32 whatever they have."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,29 @@ def cast_once(device: torch.device) -> Iterator[None]:
     finally:
         _casts = None
         torch.clear_autocast_cache()
+
+
+def casts_outlive() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for ``checkpoint``'s forward and what it makes again, which keeps what :func:`cast_once` does.
+
+    CUDA's backward runs in a thread of its own, where no autocast is open: what is made again opens one, and would
+    take its end for the end of all autocast and drop every copy.
+    """
+    return nullcontext(), _LeftOpen()
+
+
+class _LeftOpen:
+    """Entered once for each backward through a graph."""
+
+    def __enter__(self) -> None:
+        # The contexts around this one are checkpoint's own, of the device and of the CPU, and there are no others where
+        # autocast is not open: within `cast_once` that is another thread, whose count of contexts may stay above 0.
+        around = torch.autocast_increment_nesting() - 1
+        if _casts is None or around > 2:
+            torch.autocast_decrement_nesting()
+
+    def __exit__(self, *_: object) -> None:
+        """Leave everything as it is."""
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

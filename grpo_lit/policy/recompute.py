@@ -1,5 +1,6 @@
 """Activations that backward makes again instead of keeping them."""
 
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from grpo_lit.errors import ConfigError
+from grpo_lit.policy.precision import casts_outlive
 
 #: What is made again: norms, whole layers (true), nothing (false).
 Recomputed = bool | Literal["norms"]
@@ -22,12 +26,17 @@ def recompute(model: PreTrainedModel, what: Recomputed) -> None:
     Args:
         model: Changed in place; the names of its weights stay.
         what: Norms, layers or nothing.
+
+    Raises:
+        ConfigError: It is none of these, which Python lets through.
     """
     if what == "norms":
         for norm in rms_norms(model):
-            norm.forward = MethodType(_made_again, norm)
+            norm.forward = partial(_made_again, norm)  # a bound method could not be pickled: no class has its name
+    elif not isinstance(what, bool):
+        raise ConfigError(f"`model.gradient_checkpointing` expected norms, true or false, but got {what!r}")
     elif what:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": casts_outlive})
 
 
 def keep_norms(model: nn.Module) -> None:
@@ -48,4 +57,5 @@ def _made_again(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = MethodType(type(norm).forward, norm)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": casts_outlive}
+    return checkpoint(forward, *args, **settings, **kwargs)

@@ -1,17 +1,24 @@
 """What backward makes again changes no bit, and is not kept."""
 
 import copy
+import inspect
+import pickle
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from kept import kept_bytes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from grpo_lit.errors import ConfigError
 from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.compiling import compile_norms
 from grpo_lit.policy.policy import Policy
+from grpo_lit.policy.precision import cast_once
 from grpo_lit.policy.recompute import Recomputed, keep_norms, recompute, rms_norms
 
 IDS = torch.arange(4, 24)[None]
@@ -60,6 +67,15 @@ def test_a_norm_keeps_its_input_alone(tiny_model: Callable) -> None:
     assert kept(model) == whole
 
 
+@pytest.mark.parametrize("what", ["norms", True])
+def test_a_graph_that_is_kept_is_made_again_each_time(tiny_model: Callable, what: Recomputed) -> None:
+    model = tiny_model("llama").train()
+    recompute(model, what)
+    loss = model(input_ids=IDS, use_cache=False).logits.pow(2).sum()
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_a_layer_norm_is_left_alone(tiny_model: Callable) -> None:
     model = tiny_model("gpt2")
     recompute(model, "norms")
@@ -79,11 +95,12 @@ def test_without_gradient_norms_are_made_once(tiny_model: Callable, monkeypatch:
     assert len(made) == 3 * len(norms)
 
 
-def test_a_copy_has_norms_of_its_own(tiny_model: Callable) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_norms_of_its_own(tiny_model: Callable, copied: Callable) -> None:
     """As a reference is made: a bound method of the first model's would normalise by its weights."""
     model = tiny_model("llama")
     recompute(model, "norms")
-    other = copy.deepcopy(model)
+    other = copied(model)
     expected = model(input_ids=IDS).logits
     with torch.no_grad():
         for norm in rms_norms(model):
@@ -107,3 +124,40 @@ def test_compiled_norms_are_not_made_again(tiny_model: Callable) -> None:
     recompute(model, "norms")
     compile_norms(model)
     assert not any("forward" in vars(norm) for norm in rms_norms(model))
+
+
+class CountCasts(TorchDispatchMode):
+    """Counts how often a weight is cast."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.address, self.count = weight.data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0].data_ptr() == self.address
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("what", [False, "norms", True])
+def test_a_backward_in_a_thread_of_its_own_keeps_autocasts_copies(tiny_model: Callable, what: Recomputed) -> None:
+    """As CUDA's is: the autocast that a checkpoint opens there is the only one."""
+    model = tiny_model("llama").train()
+    recompute(model, what)
+    counts = CountCasts(model.model.layers[0].mlp.up_proj.weight)
+    with torch.autocast("cpu", torch.bfloat16), cast_once(torch.device("cpu")):
+        for _ in range(3):
+            with counts:
+                loss = model(input_ids=IDS, use_cache=False).logits.sum()
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            backward.join()
+    assert counts.count == 1
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+@pytest.mark.parametrize("what", ["Norms", "false", 1])
+def test_anything_else_is_refused(tiny_model: Callable, what: Any) -> None:
+    unchecked = inspect.unwrap(recompute)  # outside of tests nobody looks at types
+    with pytest.raises(ConfigError, match=r"`model.gradient_checkpointing` expected norms, true or false, but got"):
+        unchecked(tiny_model("llama"), what)
