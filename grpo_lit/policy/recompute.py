@@ -48,9 +48,11 @@ def keep_norms(model: nn.Module) -> None:
 def rms_norms(model: nn.Module) -> list[nn.Module]:
     """Return the RMS norms of a model: every architecture of transformers has a class of its own for them.
 
+    Those of recurrent layers are gated: the norm multiplies its output, or its input, by a function of another one.
+
     ``nn.LayerNorm`` is one kernel, which keeps its input and two numbers a row.
     """
-    return [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    return [module for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "RMSNormGated"))]
 
 
 def _made_again(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:

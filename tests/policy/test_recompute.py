@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from kept import kept_bytes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from grpo_lit.errors import ConfigError
 from grpo_lit.policy.adapter import LoRA
@@ -80,6 +81,21 @@ def test_a_layer_norm_is_left_alone(tiny_model: Callable) -> None:
     model = tiny_model("gpt2")
     recompute(model, "norms")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_gated_norm_is_made_again_from_both_inputs(by_name: bool) -> None:
+    norm = MambaRMSNormGated(8)
+    x, gate = torch.randn(2, 3, 8, requires_grad=True).unbind()
+
+    def gradients() -> tuple[Tensor, ...]:
+        output = norm(x, gate=gate) if by_name else norm(x, gate)
+        return torch.autograd.grad(output.pow(2).sum(), [x, gate, norm.weight])
+
+    expected = gradients()
+    inspect.unwrap(recompute)(nn.Sequential(norm), "norms")
+    assert "forward" in vars(norm)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(gradients(), expected, strict=True))
 
 
 def test_without_gradient_norms_are_made_once(tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
