@@ -16,8 +16,10 @@ class Measurement:
         loss: Of the step.
         gradient_seconds: From the rollout to its gradient.
         optimizer_seconds: Of the update.
-        peak_gib: Most memory during the step, less ``resident_gib``: activations, logits and gradients.
-        resident_gib: Memory with weights, reference and optimizer state, before the first step.
+        peak_gib: Most memory during the step, less ``resident_gib``: activations, logits and gradients. What steps
+            before it have freed is handed back first, so that no size inherits what a larger one has left.
+        resident_gib: Memory with weights, reference and optimizer state, before the first step; freed memory is handed
+            back before it is looked at, so that no gradient hides in it.
         flops: What the gradient cannot do without; see :func:`step_flops`.
         matmul_flops_per_second: Best matrix product of this process right before and after.
     """

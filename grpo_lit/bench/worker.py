@@ -20,7 +20,7 @@ from grpo_lit.bench.measurement import Measurement
 from grpo_lit.bench.settings import Settings
 from grpo_lit.bench.workload import make_batch
 from grpo_lit.errors import ConfigError
-from grpo_lit.metrics.memory import PeakMemory
+from grpo_lit.metrics.memory import PeakMemory, release_free_memory
 
 _GIB = 2.0**30
 #: Rows of the square matrices whose product is the machine's peak: large enough to be limited by arithmetic alone.
@@ -54,8 +54,8 @@ class Worker:
 
     def measure(self, groups: int) -> dict[str, Any]:
         """Make a step and return its :class:`Measurement`."""
-        self._prepare(groups)
         batch, rate = make_batch(self.settings, groups), self._matmul_rate()
+        self._prepare(groups)
         memory = PeakMemory(self.settings.device)
         step = self.arm.step(lambda: None)
         peak = memory.take()
@@ -79,7 +79,12 @@ class Worker:
             self.arm.prepare(groups)
             self.groups = groups
         gc.collect()
-        if self.resident is None:  # later on, what the allocator keeps of earlier steps would hide the next one's
+        # What the heap keeps of earlier steps, and of the zero gradients that made the moments, looks as if it were in
+        # use: a step would use it again, and seem to need nothing. CUDA's peak is of what is in use alone, and a timed
+        # step is not to fill its cache anew.
+        if self.resident is None or self.settings.device.type == "cpu":
+            release_free_memory(self.settings.device)
+        if self.resident is None:
             self.resident = _resident_bytes(self.settings.device) / _GIB
 
     def _matmul_rate(self) -> float:

@@ -3,13 +3,14 @@
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_lit.bench import rounds
+from grpo_lit.bench import rounds, worker
 from grpo_lit.bench.cli import main
 from grpo_lit.bench.measurement import Measurement
 from grpo_lit.bench.options import RECIPES
@@ -24,7 +25,8 @@ FIGURES = [field.name for field in fields(Measurement)]
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
     file = tmp_path_factory.mktemp("benchmark") / "result.json"
-    assert main([*SMALL, "--groups", "2", "3", f"--json={file}"]) == 0
+    # One micro-batch of ours, however many groups there are: its memory grows with them.
+    assert main([*SMALL, "--groups", "2", "100", "--budget", "100000", f"--json={file}"]) == 0
     return json.loads(file.read_text())
 
 
@@ -37,17 +39,46 @@ def test_ours_and_plain_agree_before_anything_is_timed(result: dict) -> None:
 
 def test_arms_are_interleaved_over_the_rounds(result: dict) -> None:
     order = [(m["groups"], m["arm"]) for m in result["measured"]]
-    assert order == 2 * [(2, "ours"), (2, "plain"), (3, "ours"), (3, "plain")]
+    assert order == 2 * [(2, "ours"), (2, "plain"), (100, "ours"), (100, "plain")]
 
 
 def test_both_did_the_same_work(result: dict) -> None:
-    for groups in (2, 3):
+    for groups in (2, 100):
         same = {(m["tokens"], m["flops"]) for m in result["measured"] if m["groups"] == groups}
         assert len(same) == 1
     for m in result["measured"]:
         assert min(m[name] for name in ("gradient_seconds", "optimizer_seconds", "resident_gib", "tokens")) > 0
         assert m["peak_gib"] >= 0
         assert 0 < m["flops"] / m["gradient_seconds"] < m["matmul_flops_per_second"]
+
+
+def test_memory_is_that_of_a_step_whatever_was_measured_before_it(result: dict) -> None:
+    def peaks(arm: str, groups: int) -> list[float]:
+        return [1024 * m["peak_gib"] for m in result["measured"] if (m["arm"], m["groups"]) == (arm, groups)]
+
+    # MiB. A small rollout is measured before and after a large one, whose heap is none of it.
+    assert min(peaks("ours", 100)) > max(peaks("ours", 2)) + 25
+    for arm, groups in (("ours", 2), ("ours", 100), ("plain", 2), ("plain", 100)):
+        before, after = peaks(arm, groups)
+        assert after == pytest.approx(before, abs=12)
+
+
+def test_nothing_freed_counts_as_held_before_a_step(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events = []
+
+    def noted(name: str, value: object) -> Callable[..., object]:
+        return lambda *args: (events.append(name), value)[1]
+
+    monkeypatch.setattr(worker, "release_free_memory", noted("release", None))
+    monkeypatch.setattr(worker, "_resident_bytes", noted("resident", 0))
+    monkeypatch.setattr(worker.PeakMemory, "_reset", noted("peak", None))
+    measured = worker.Worker("ours", settings)
+    measured.verify(1, str(tmp_path / "a.pt"))
+    measured.measure(1)
+    # The last one: what was taken starts anew.
+    assert events == ["release", "resident", "release", "peak", "peak"]
 
 
 def test_an_arm_that_takes_the_last_memory_is_ended_and_told(capsys: pytest.CaptureFixture) -> None:
