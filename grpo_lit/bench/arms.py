@@ -18,6 +18,7 @@ from grpo_lit.objectives import Objective
 from grpo_lit.policy.compiling import compile_norms
 from grpo_lit.policy.learner import Learner
 from grpo_lit.policy.policy import Policy, can_share_prefix
+from grpo_lit.policy.precision import cast_once, hold_casts
 from grpo_lit.policy.recompute import recompute
 from grpo_lit.ranks import Ranks
 from grpo_lit.rollouts.minibatch import UpdatePlan
@@ -102,7 +103,7 @@ class _TimedArm(Arm):
 
 
 class OurArm(_TimedArm):
-    """Ours: shared prompts, packs under a token budget, a head in chunks."""
+    """Ours: shared prompts, packs under a token budget, a head in chunks; weights are cast as in a run."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -113,13 +114,18 @@ class OurArm(_TimedArm):
             recompute(self.models.policy, "norms")
         self.policy = Policy(self.models.policy, entropy_gradient=self.objective.entropy_coefficient > 0)
         self.reference = None if self.models.reference is None else Policy(self.models.reference)
+        if self.reference is not None:
+            hold_casts(self.reference, settings.dtype)
 
     def gradient(self, batch: TokenBatch) -> float:
         """Accumulate the gradient; see the base class."""
-        batch, _ = self.learner.prepare(batch, UpdatePlan(), self.policy, self.reference)
-        output = self.learner.gradient(
-            self.policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), self.reference
-        )
+        # Apart, as in a run: a weight that was cast without gradient has none.
+        with cast_once(self.device):
+            batch, _ = self.learner.prepare(batch, UpdatePlan(), self.policy, self.reference)
+        with cast_once(self.device):
+            output = self.learner.gradient(
+                self.policy, batch, lambda loss: loss.backward(), lambda more: nullcontext(), self.reference
+            )
         return output.loss
 
 
