@@ -29,7 +29,6 @@ def test_a_weight_is_cast_once_in_a_step_and_a_frozen_one_before_it(settings: Se
     arm.prepare(2)
     models = {"policy": arm.models.policy, "reference": arm.models.reference}
     weights = {p.data_ptr(): f"{of}.{name}" for of, model in models.items() for name, p in model.named_parameters()}
-    assert any(name == "policy.model.layers.0.mlp.up_proj.weight" for name in weights.values())
     with Casts(weights) as casts:
         arm.step(lambda: None)
     # Budget 20 makes many micro-batches of two groups of eight. Seven products in each of two layers, and the head,

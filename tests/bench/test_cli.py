@@ -22,6 +22,19 @@ SMALL = ["--tiny", "true", "--rounds", "2", "--threads", "1", "--precision", "fl
 FIGURES = [field.name for field in fields(Measurement)]
 
 
+class Silent:
+    """Stands in for an arm's process."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name = name
+
+    def wait_until_ready(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
     file = tmp_path_factory.mktemp("benchmark") / "result.json"
@@ -97,7 +110,9 @@ def test_ctrl_c_ends_every_process(monkeypatch: pytest.MonkeyPatch, capsys: pyte
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ArmProcess, "wait_until_ready", interrupt)
-    monkeypatch.setattr(ArmProcess, "ask", lambda self, action, groups, path: {"loss": 0.0})
+    monkeypatch.setattr(
+        ArmProcess, "ask", lambda self, action, groups, path: torch.save({"w": torch.ones(1)}, path) or {"loss": 0.0}
+    )
     assert main(SMALL) == 130
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
@@ -111,13 +126,10 @@ def test_arms_that_do_not_fit_beside_each_other_take_turns(
     alive: list[str] = []
     events: list[tuple[str, str, int]] = []
 
-    class Answering:
+    class Answering(Silent):
         def __init__(self, name: str, settings: Settings) -> None:
-            self.name = name
+            super().__init__(name, settings)
             alive.append(name)
-
-        def wait_until_ready(self) -> None:
-            return None
 
         def ask(self, action: str, groups: int, path: str | None = None) -> dict:
             events.append((action, self.name, len(alive)))
@@ -158,29 +170,43 @@ def test_an_absent_peer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "trl: left out, it is not installed" in capsys.readouterr().out
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "scale", "said"),
+    [
+        ("float32", 0.0, 1.001, "expected the same gradient to 1e-05 and loss to 1e-05 in float32, but got 1.0e-03"),
+        ("bf16", 0.0, 1.06, "expected the same gradient to 0.05 and loss to 0.01 in bfloat16, but got 6.0e-02"),
+        ("bf16", 0.02, 1.0, "in bfloat16, but got 0.0e+00 and 2.0e-02"),
+        ("bf16", 0.0, NAN, "expected a finite loss and gradient, but got 0 and one of norm nan from ours"),
+        ("float32", 0.0, NAN, "expected a finite loss and gradient, but got 0 and one of norm nan from ours"),
+        ("float32", float("inf"), 1.0, "but got inf and one of norm 5 from ours"),
+        ("bf16", 0.009, 1.04, None),
+    ],
+)
 def test_gradients_that_differ_stop_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    precision: str,
+    loss: float,
+    scale: float,
+    said: str | None,
 ) -> None:
-    class Answering:
-        def __init__(self, name: str, settings: Settings) -> None:
-            self.scale = 1.0 if name == "plain" else 1.001
+    timed = []
 
-        def wait_until_ready(self) -> None:
-            return None
-
-        def ask(self, action: str, groups: int, path: str) -> dict:
-            assert action == "verify"  # nothing may be timed
-            torch.save({"w": self.scale * torch.tensor([3.0, 4.0])}, path)
-            return {"loss": 0.0}
-
-        def close(self) -> None:
-            return None
+    class Answering(Silent):
+        def ask(self, action: str, groups: int, path: str | None = None) -> dict:
+            if path is None:
+                timed.append(self.name)
+                return {**dict.fromkeys(FIGURES, 1.0), "arm": self.name, "groups": groups, "tokens": 9}
+            torch.save({"w": (scale if self.name == "ours" else 1.0) * torch.tensor([3.0, 4.0])}, path)
+            return {"loss": loss if self.name == "ours" else 0.0}
 
     monkeypatch.setattr(rounds, "ArmProcess", Answering)
-    assert main(SMALL) == 2
-    assert "expected the same gradient to 1e-05 in float32, but got 1.0e-03" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    status = main([*SMALL, "--rounds", "1", "--precision", precision])
+    assert (status, timed) == ((0, ["ours", "plain"]) if said is None else (2, []))
+    assert (said or "") in " ".join(capsys.readouterr().err.split())
 
 
 def test_distance_by_hand(tmp_path: Path) -> None:
@@ -188,6 +214,8 @@ def test_distance_by_hand(tmp_path: Path) -> None:
     torch.save({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([8.0])}, tmp_path / "a.pt")
     torch.save({"a": torch.tensor([0.0, 0.0]), "b": torch.tensor([6.0])}, tmp_path / "b.pt")
     assert gradient_distance(tmp_path / "a.pt", tmp_path / "b.pt") == pytest.approx(0.5)
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "none.pt")
+    assert gradient_distance(tmp_path / "a.pt", tmp_path / "none.pt") == float("inf")
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
