@@ -1,7 +1,9 @@
 """Optimizer steps as large as a configuration lets them get: every prompt and every answer at its limit."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from grpo_lit.batch import TokenBatch
 from grpo_lit.policy.packing import Pack, pack_rows, plan_micro_batches
@@ -41,34 +43,40 @@ class Workload:
 
     def micro_batches(self, world_size: int) -> int:
         """Return the forward and backward passes of each rank, of which all have as many as the busiest."""
-        groups, inputs = math.ceil(self.prompts / world_size), max(self.completion_tokens - 1, 0)
-        if not self.share_prefix:
-            rows = max(self.budget // (self.prompt_tokens + inputs), 1)
-            return math.ceil(groups * self.completions / rows)
-        whole = self.prompt_tokens + self.completions * inputs
-        if whole <= self.budget:
-            return math.ceil(groups / (self.budget // whole))
-        per_unit = max((self.budget - self.prompt_tokens) // max(inputs, 1), 1)
-        return groups * math.ceil(self.completions / per_unit)
+        count = math.ceil(self.prompts / world_size)
+        # The planner reads lengths alone: no step's worth of tokens is made for it.
+        batch = _batch(count, self.completions, prompt_tokens=1, completion_tokens=1)
+        lengths = torch.full_like(batch.lengths, self.completion_tokens)
+        batch = replace(
+            batch, prompt_lengths=torch.full_like(batch.prompt_lengths, self.prompt_tokens), lengths=lengths
+        )
+        return len(plan_micro_batches(batch, self.budget, self.share_prefix))
 
     def largest_pack(self) -> Pack:
         """Return a micro-batch that the budget is full with, or the whole of a step that is smaller."""
         inputs = max(self.completion_tokens - 1, 0)
-        if self.share_prefix:
-            groups = self.budget // (self.prompt_tokens + self.completions * inputs)
-        else:
-            groups = math.ceil(self.budget / (self.prompt_tokens + inputs) / self.completions)
-        groups = min(max(groups, 1), self.prompts)
+        whole, alone = self.prompt_tokens + self.completions * inputs, self.prompt_tokens + inputs
         samples = self.completions
-        if groups == 1:
-            samples = max((self.budget - self.prompt_tokens) // max(inputs, 1), 1)
-        tokens = (1,) * self.completion_tokens
-        completion = Completion(tokens, (0.0,) * len(tokens), text="", finish_reason="length", weight_version=0)
-        asked = [Prompt(str(n), question="", token_ids=(1,) * self.prompt_tokens) for n in range(groups)]
-        members = min(samples, self.completions)
-        batch = TokenBatch.from_groups(
-            [Group(prompt, 0, (completion,) * members, rewards=[0.0] * members) for prompt in asked], temperature=1.0
-        )
+        if not self.share_prefix:
+            groups = math.ceil(self.budget / alone / self.completions)
+        elif whole <= self.budget:
+            groups = self.budget // whole
+        else:  # split: one full part, or as many last parts as go together
+            groups, samples = 1, max((self.budget - self.prompt_tokens) // max(inputs, 1), 1)
+            if rest := self.completions % samples:
+                last = self.prompt_tokens + rest * inputs
+                together = min(self.budget // last, self.prompts)
+                if together * last > self.prompt_tokens + samples * inputs:
+                    groups, samples = together, rest
+        batch = _batch(min(max(groups, 1), self.prompts), samples, self.prompt_tokens, self.completion_tokens)
         plan = plan_micro_batches(batch, self.budget, self.share_prefix)
         _, pack = pack_rows(batch, max(plan, key=lambda rows: sum(unit.size for row in rows for unit in row)))
         return pack
+
+
+def _batch(groups: int, completions: int, prompt_tokens: int, completion_tokens: int) -> TokenBatch:
+    tokens = (1,) * completion_tokens
+    completion = Completion(tokens, (0.0,) * len(tokens), text="", finish_reason="length", weight_version=0)
+    samples, rewards = (completion,) * completions, [0.0] * completions
+    asked = [Prompt(str(n), question="", token_ids=(1,) * prompt_tokens) for n in range(groups)]
+    return TokenBatch.from_groups([Group(prompt, 0, samples, rewards=list(rewards)) for prompt in asked], 1.0)

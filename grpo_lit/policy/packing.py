@@ -12,6 +12,7 @@ in the pack's layout (see attention).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 from itertools import groupby
 
 import torch
@@ -98,15 +99,22 @@ def plan_micro_batches(batch: TokenBatch, budget: int, share_prefix: bool) -> li
 def _even_rows(units: Sequence[Unit], budget: int) -> Rows:
     """Return rows of at most ``budget`` tokens, few and about equally long; units come in descending size."""
     first_fit: Rows = []
+    #: Rows that some unit may yet fit into, and the tokens in each, so that many rows are not searched for every unit.
+    unfilled: dict[int, int] = {}
     for unit in units:
-        row = next((row for row in first_fit if _size(row) + unit.size <= budget), None)
-        if row is None:
-            first_fit.append([unit])
-        else:
-            row.append(unit)
+        place = next((i for i, size in unfilled.items() if size + unit.size <= budget), len(first_fit))
+        if place == len(first_fit):
+            first_fit.append([])
+        first_fit[place].append(unit)
+        unfilled[place] = unfilled.get(place, 0) + unit.size
+        if unfilled[place] + units[-1].size > budget:  # the smallest
+            del unfilled[place]
     even: Rows = [[] for _ in first_fit]
+    sizes = [(0, i) for i in range(len(even))]  # a heap: the shortest row comes first, and of equal ones the first
     for unit in units:
-        min(even, key=_size).append(unit)
+        size, place = sizes[0]
+        even[place].append(unit)
+        heapreplace(sizes, (size + unit.size, place))
     return even if all(_size(row) <= budget or len(row) == 1 for row in even) else first_fit
 
 

@@ -29,3 +29,25 @@ def test_counts_are_the_planners(share_prefix: bool, budget: int, world_size: in
     pack = workload.largest_pack()
     largest = max(len(rows) * max(sum(unit.size for unit in row) for row in rows) for rows in plan)
     assert largest <= pack.input_ids.numel() <= max(budget, 29)
+
+
+# Groups that are split, whose last parts share micro-batches. A prompt of 512 and 8 answers of 255 inputs: 6 go into
+# 2048 (2042), and 2 with their prompt are 1022, of which two go together (2044). With 16 answers, a prompt of 128 and
+# 4096: 15 go (3953), and ten last parts of 383 together (3830).
+@pytest.mark.parametrize(
+    ("workload", "count", "width"),
+    [
+        (Workload(32, 8, 512, 256, 2048, share_prefix=True), 32 + 16, 2044),
+        (Workload(32, 16, 128, 256, 4096, share_prefix=True), 32 + 4, 3953),
+    ],
+)
+def test_last_parts_of_split_groups_share_micro_batches(workload: Workload, count: int, width: int) -> None:
+    assert workload.micro_batches(world_size=1) == count
+    assert len(plan_micro_batches(batch(workload, 32), workload.budget, share_prefix=True)) == count
+    assert workload.micro_batches(world_size=2) == count // 2
+    assert workload.largest_pack().input_ids.shape == (1, width)
+
+
+def test_a_step_of_many_tokens_is_counted_without_them() -> None:
+    # 8192 sequences of 32768 tokens would be gigabytes; each is a micro-batch of its own.
+    assert Workload(512, 16, 1024, 32768, budget=34000, share_prefix=True).micro_batches(1) == 8192
