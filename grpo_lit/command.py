@@ -27,6 +27,17 @@ def progress_columns() -> list[ProgressColumn]:
     return [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
 
 
+def wide_console(columns: int) -> Console:
+    """Return a console for a table that needs so many columns: a pipe is taken to have 80, which would cut its cells.
+
+    Args:
+        columns: The fewest; a wider terminal is used as it is.
+    """
+    console = Console()
+    console.width = max(console.width, columns)
+    return console
+
+
 def exit_status(work: Callable[[], int], errors: Console) -> int:
     """Return the status of some work, and say in a line what a user can mend, or that it was interrupted.
 

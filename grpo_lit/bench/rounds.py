@@ -18,12 +18,14 @@ from grpo_lit.bench.processes import ArmError, ArmProcess
 from grpo_lit.bench.report import Result, Verification, publish
 from grpo_lit.bench.settings import Settings
 from grpo_lit.bench.workload import make_objective
-from grpo_lit.command import progress_columns
+from grpo_lit.command import progress_columns, wide_console
 from grpo_lit.errors import ConfigError
 
 #: How far ours and plain may be apart in the same step: their losses, as a share of the loss where that is above 1, and
 #: their gradients, as a share of the gradient. Of bf16 gradients 7.6e-3 was measured with SmolLM2-135M's shapes.
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-2, 5e-2)}
+#: Columns of the table with every cell at its widest.
+WIDTH = 130
 #: Groups of the step on which ours and plain must agree.
 VERIFIED_GROUPS = 2
 
@@ -142,10 +144,10 @@ def gradient_norm(path: Path) -> float:
 
 
 def run(settings: Settings, arms: Sequence[str], groups: Sequence[int]) -> int:
-    """Measure, print and write everything; return the exit status."""
+    """Measure, print and write everything; return the exit status: 1 where an arm failed or none was measured."""
     make_objective(settings)  # a recipe that cannot be measured is told before anything starts
-    console = Console()
+    console = wide_console(WIDTH)
     with Progress(*progress_columns(), console=Console(stderr=True), transient=True) as progress:
         result = Benchmark(settings, arms, groups, console, progress).run()
     publish(settings, result, console)
-    return 1 if result.failures else 0
+    return 1 if result.failures or not result.measured else 0

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from grpo_lit.ablate.runner import last_line
-from grpo_lit.command import exit_status, own_and_passed_on, progress_columns
+from grpo_lit.command import exit_status, own_and_passed_on, progress_columns, wide_console
 from grpo_lit.errors import ConfigError
 from grpo_lit.report.events import Scalars, read_scalars
 
@@ -27,9 +27,9 @@ Without --config, the quickstart's: a real model and a real vLLM. Each --variant
 measured beside the run without it, round by round, each run a process of its own. Words after -- go to every run.
 The first step of a run, which warms caches up, is left out.
 
-Columns: s/step: median wall time; rollout, learn, sync: their share of all wall time; busy: rollout and learn together;
-sampled/s, trained/s: completion tokens sampled, and trained on, over all wall time; GiB: most memory of the learner's
-process, and of the engine's.
+Columns: s/step: median wall time; rollout, learn, sync: their share of all wall time, of asynchronous rollouts what the
+learner waited for them; busy: rollout and learn together; sampled/s, trained/s: completion tokens sampled, and trained
+on, over all wall time; GiB: most memory of the learner's process, and of the engine's.
 
 Examples:
   scripts/benchmark_step --steps 5
@@ -50,7 +50,7 @@ class Step:
     Attributes:
         variant: What was measured.
         seconds: Wall time.
-        shares: Of it, by phase.
+        shares: Of it, by phase; of an asynchronous rollout what the learner waited for it.
         sampled: Completion tokens drawn.
         trained: Completion tokens that went through the learner.
         memory_learn: Peak of the learner's process [GiB].
@@ -84,6 +84,11 @@ def steps_of(variant: str, scalars: Scalars) -> Iterator[Step]:
     steps, seconds = scalars.get("system/time_step", ([], []))
     if len(steps) <= WARM_UP:
         raise ConfigError(f"`steps` expected a run of more than {WARM_UP} steps, but {variant} made {len(steps)}")
+    # Asynchronous rollouts are drawn while the learner trains: of their time a step takes what it waited for them.
+    waited = "system/time_wait_rollout"
+    times = {phase: f"system/time_{phase}" for phase in PHASES}
+    if waited in scalars:
+        times["rollout"] = waited
     sampled_before = max(at("system/tokens_sampled", step) for step in steps[:WARM_UP])
     for step, wall in list(zip(steps, seconds, strict=True))[WARM_UP:]:
         # A later update of a rollout samples nothing, and logs no count.
@@ -92,7 +97,7 @@ def steps_of(variant: str, scalars: Scalars) -> Iterator[Step]:
         yield Step(
             variant,
             wall,
-            {phase: at(f"system/time_{phase}", step) / wall for phase in PHASES},
+            {phase: at(name, step) / wall for phase, name in times.items()},
             sampled,
             at("system/learner_tokens_per_s", step) * at("system/time_learn", step),
             at("system/memory_learn", step),
@@ -167,8 +172,10 @@ def main(args: Sequence[str] | None = None) -> int:
     def measure() -> int:
         if asked.steps <= WARM_UP or asked.rounds < 1:
             raise ConfigError(f"`steps` expected > {WARM_UP} and `rounds` >= 1, but got {asked.steps}, {asked.rounds}")
+        if asked.json and not asked.json.absolute().parent.is_dir():
+            raise ConfigError(f"`json` expected a file in a folder that exists, but got {asked.json}: make the folder")
         steps = measured(asked, passed_on, errors)
-        Console(width=max(Console().width, 110)).print(table(steps))
+        wide_console(110).print(table(steps))
         if asked.json:
             asked.json.write_text(json.dumps([asdict(step) for step in steps], indent=2) + "\n")
         return 0

@@ -9,7 +9,9 @@ from rich.console import Console
 
 from grpo_lit.bench.measurement import Measurement, Spread, flatness, summarise
 from grpo_lit.bench.report import Result, Verification, publish
+from grpo_lit.bench.rounds import WIDTH
 from grpo_lit.bench.settings import Settings
+from grpo_lit.command import wide_console
 
 ONE = Measurement(
     arm="ours",
@@ -67,6 +69,23 @@ def test_flat_means_that_no_size_is_slower() -> None:
     summaries = summarise(rounds("ours", [1.0], groups=4) + rounds("ours", [1.1], groups=8))
     assert flatness(summaries, "ours", lambda summary: summary.microseconds_per_token.median) == pytest.approx(0.1)
     assert flatness(summaries[:1], "ours", lambda summary: summary.peak_gib) is None
+
+
+def test_no_cell_is_cut_in_a_pipe(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    seconds = {"compiled": [0.0125, 0.01, 0.05], "plain": [0.125, 0.25, 0.5]}
+    measured = [
+        replace(one, optimizer_seconds=100.0, peak_gib=100.0, flops=4e9)
+        for arm, each in seconds.items()
+        for one in rounds(arm, each, groups=1024)
+    ]
+    publish(Settings(threads=1), Result(measured), wide_console(WIDTH))
+    printed = capsys.readouterr().out
+    assert "80000 (20000-100000)" in printed
+    assert "10.00 (10.00-25.00)" in printed
+    assert "64% (16%-80%)" in printed
+    assert "update s" in printed
+    assert "…" not in printed
 
 
 def test_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

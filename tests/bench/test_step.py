@@ -8,6 +8,7 @@ import yaml
 from overlay import tiny_overlay
 from rich.console import Console
 
+from grpo_lit.bench import step
 from grpo_lit.bench.step import main, steps_of, table
 from grpo_lit.errors import ConfigError
 
@@ -35,9 +36,26 @@ def test_figures_by_hand() -> None:
     assert row == ["base", "6.00", "50.0%", "37.5%", "4.2%", "87.5%", "20", "18", "2.00", "3.50"]
 
 
+def test_of_rollouts_drawn_meanwhile_only_the_wait_counts() -> None:
+    waited = {"system/time_wait_rollout": ([0, 1], [9.0, 2.0])}
+    # 6 s of the thread's and 3 s of the learner's in a step of 6 s, of which the learner waited for 2.
+    scalars = SCALARS | waited | {"system/time_step": ([0, 1], [50.0, 6.0])}
+    (second,) = steps_of("async", scalars)
+    assert second.shares["rollout"] == pytest.approx(2 / 6)
+    assert second.shares["rollout"] + second.shares["learn"] == pytest.approx(5 / 6)
+
+
+def test_a_file_in_no_folder_is_refused_before_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "measured", lambda *args: pytest.fail("a run was made"))
+    assert main(["--json", str(tmp_path / "none" / "a.json")]) == 2
+    assert "`json` expected a file in a folder that exists" in capsys.readouterr().err
+
+
 def test_a_rollout_after_a_later_update_counts_its_own_tokens() -> None:
     scalars = {"system/time_step": ([0, 1, 2], [1.0] * 3), "system/tokens_sampled": ([0, 2], [100.0, 250.0])}
-    assert [step.sampled for step in steps_of("base", scalars)] == [0.0, 150.0]
+    assert [made.sampled for made in steps_of("base", scalars)] == [0.0, 150.0]
 
 
 def test_a_run_of_warm_up_alone_measures_nothing() -> None:
@@ -55,10 +73,10 @@ def test_steps_of_a_real_run(
     assert main(["--config", str(root / "configs/base.yaml"), str(file), "--steps", "3", "--json", str(out)]) == 0
     steps = json.loads(out.read_text())
     assert len(steps) == 2
-    for step in steps:
-        assert 0 < step["shares"]["learn"] + step["shares"]["rollout"] < 1
-        assert 0 < step["trained"] <= step["sampled"] + 1e-3  # a rate times its time
-        assert step["sampled"] <= 4 * 3 * 5
+    for made in steps:
+        assert 0 < made["shares"]["learn"] + made["shares"]["rollout"] < 1
+        assert 0 < made["trained"] <= made["sampled"] + 1e-3  # a rate times its time
+        assert made["sampled"] <= 4 * 3 * 5
     assert "busy" in capsys.readouterr().out
 
 
