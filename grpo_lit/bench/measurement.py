@@ -16,8 +16,8 @@ class Measurement:
         loss: Of the step.
         gradient_seconds: From the rollout to its gradient.
         optimizer_seconds: Of the update.
-        peak_gib: Most memory during the step, less ``resident_gib``: activations, logits and gradients. What steps
-            before it have freed is handed back first, so that no size inherits what a larger one has left.
+        peak_gib: Most memory during a step of this size, less ``resident_gib``: activations, logits and gradients. That
+            step is not timed, and what others have freed is handed back before it.
         resident_gib: Memory with weights, reference and optimizer state, before the first step; freed memory is handed
             back before it is looked at, so that no gradient hides in it.
         flops: What the gradient cannot do without; see :func:`step_flops`.

@@ -44,6 +44,7 @@ class Worker:
         self.forwards = int(self.arm.objective.needs_reference)
         self.groups = 0
         self.resident: float | None = None
+        self.peaks: dict[int, float] = {}
 
     def verify(self, groups: int, path: str) -> dict[str, Any]:
         """Make an untimed step and write its gradient."""
@@ -53,12 +54,17 @@ class Worker:
         return {"loss": step.loss}
 
     def measure(self, groups: int) -> dict[str, Any]:
-        """Make a step and return its :class:`Measurement`."""
-        batch, rate = make_batch(self.settings, groups), self._matmul_rate()
+        """Make a step and return its :class:`Measurement`; the first of a size, which memory is of, is not timed."""
+        batch = make_batch(self.settings, groups)
         self._prepare(groups)
-        memory = PeakMemory(self.settings.device)
-        step = self.arm.step(lambda: None)
-        peak = memory.take()
+        if groups not in self.peaks:
+            # What the heap keeps of other sizes would look as if it were in use. No timed step begins so: it would
+            # wait for all of its memory.
+            release_free_memory(self.settings.device)
+            memory = PeakMemory(self.settings.device)
+            self.arm.step(lambda: None)
+            self.peaks[groups] = memory.take()
+        rate, step = self._matmul_rate(), self.arm.step(lambda: None)
         return asdict(
             Measurement(
                 arm=self.name,
@@ -67,7 +73,7 @@ class Worker:
                 loss=step.loss,
                 gradient_seconds=step.gradient_seconds,
                 optimizer_seconds=step.optimizer_seconds,
-                peak_gib=peak - self.resident,
+                peak_gib=self.peaks[groups] - self.resident,
                 resident_gib=self.resident,
                 flops=step_flops(self.work, batch, self.forwards),
                 matmul_flops_per_second=max(rate, self._matmul_rate()),
@@ -79,12 +85,10 @@ class Worker:
             self.arm.prepare(groups)
             self.groups = groups
         gc.collect()
-        # What the heap keeps of earlier steps, and of the zero gradients that made the moments, looks as if it were in
-        # use: a step would use it again, and seem to need nothing. CUDA's peak is of what is in use alone, and a timed
-        # step is not to fill its cache anew.
-        if self.resident is None or self.settings.device.type == "cpu":
-            release_free_memory(self.settings.device)
         if self.resident is None:
+            # The heap keeps the zero gradients that made the moments: a step would use them again, and seem to need
+            # none.
+            release_free_memory(self.settings.device)
             self.resident = _resident_bytes(self.settings.device) / _GIB
 
     def _matmul_rate(self) -> float:

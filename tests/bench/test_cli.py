@@ -39,7 +39,7 @@ class Silent:
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
     file = tmp_path_factory.mktemp("benchmark") / "result.json"
     # One micro-batch of ours, however many groups there are: its memory grows with them.
-    assert main([*SMALL, "--groups", "2", "100", "--budget", "100000", f"--json={file}"]) == 0
+    assert main([*SMALL, "--groups", "100", "2", "--budget", "100000", f"--json={file}"]) == 0
     return json.loads(file.read_text())
 
 
@@ -52,7 +52,7 @@ def test_ours_and_plain_agree_before_anything_is_timed(result: dict) -> None:
 
 def test_arms_are_interleaved_over_the_rounds(result: dict) -> None:
     order = [(m["groups"], m["arm"]) for m in result["measured"]]
-    assert order == 2 * [(2, "ours"), (2, "plain"), (100, "ours"), (100, "plain")]
+    assert order == 2 * [(100, "ours"), (100, "plain"), (2, "ours"), (2, "plain")]
 
 
 def test_both_did_the_same_work(result: dict) -> None:
@@ -66,14 +66,12 @@ def test_both_did_the_same_work(result: dict) -> None:
 
 
 def test_memory_is_that_of_a_step_whatever_was_measured_before_it(result: dict) -> None:
-    def peaks(arm: str, groups: int) -> list[float]:
-        return [1024 * m["peak_gib"] for m in result["measured"] if (m["arm"], m["groups"]) == (arm, groups)]
+    def peak(arm: str, groups: int) -> float:
+        (peak,) = {1024 * m["peak_gib"] for m in result["measured"] if (m["arm"], m["groups"]) == (arm, groups)}
+        return peak
 
-    # MiB. A small rollout is measured before and after a large one, whose heap is none of it.
-    assert min(peaks("ours", 100)) > max(peaks("ours", 2)) + 25
-    for arm, groups in (("ours", 2), ("ours", 100), ("plain", 2), ("plain", 100)):
-        before, after = peaks(arm, groups)
-        assert after == pytest.approx(before, abs=12)
+    # MiB. The small rollout comes after the large one, whose heap is none of it.
+    assert peak("ours", 2) + 25 < peak("ours", 100)
 
 
 def test_nothing_freed_counts_as_held_before_a_step(
@@ -90,7 +88,8 @@ def test_nothing_freed_counts_as_held_before_a_step(
     measured = worker.Worker("ours", settings)
     measured.verify(1, str(tmp_path / "a.pt"))
     measured.measure(1)
-    # The last one: what was taken starts anew.
+    measured.measure(1)
+    # The last one: what was taken starts anew. A second step of this size is timed alone.
     assert events == ["release", "resident", "release", "peak", "peak"]
 
 
