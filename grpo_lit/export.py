@@ -1,5 +1,6 @@
 """Turns a training checkpoint into a Hugging Face folder that transformers and vLLM load."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,18 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype = torch.float32, a
                 merge(model)
             model.to(dtype).save_pretrained(target)
         load_tokenizer(source).save_pretrained(target)
+        _let_others_read(target)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"`target` expected a folder that can be written to, but got {target}: {error}") from error
     return target
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give weights the mode of any new file: safetensors makes them for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def _check_fits(model: PreTrainedModel, stored: dict[str, Tensor], source: str, whole: bool) -> None:

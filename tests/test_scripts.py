@@ -91,7 +91,7 @@ def test_a_machine_without_gpu_gets_the_lock(clone):
     done = clone.run("scripts/setup")
     assert done.returncode == 0, done.stderr
     assert clone.take_calls() == ["venv", LOCKED, PACKAGE]
-    assert "done. Next: scripts/quickstart" in done.stdout
+    assert "done: scripts/quickstart" in done.stdout
 
 
 def test_a_second_run_asks_for_nothing(clone):

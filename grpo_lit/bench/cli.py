@@ -29,7 +29,7 @@ Examples:
   scripts/benchmark_learner --preset long --json long.json
   scripts/benchmark_learner --arms ours --groups 4 16 64      # is the time of a token flat, is memory?
   scripts/benchmark_learner --arms ours compiled              # does it pay to compile?
-  scripts/benchmark_learner --tiny --rounds 1                 # does it work at all? Seconds
+  scripts/benchmark_learner --tiny true --rounds 1            # does it work at all? Seconds
 """
 
 

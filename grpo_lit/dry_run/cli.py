@@ -229,7 +229,7 @@ def tell_what_does_not_fit(totals: dict[str, int], rooms: dict[str, Room], chose
     if fails:
         print(
             "  lower model.max_tokens_per_micro_batch, which changes no result, then model.gradient_checkpointing: "
-            "true, then fsdp2 on more ranks",
+            "true, then fsdp2 on more ranks. --memory-gib says what a rank may take on the machines of the run",
             file=sys.stderr,
         )
     return int(chosen in fails)

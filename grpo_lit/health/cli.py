@@ -71,9 +71,12 @@ def main(args: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
-    events = diagnose(scalars, rules.active())
     # What is logged of a step stands at the number of steps before it, held-out figures at that of all.
     steps = max(step + (not is_held_out(name)) for name, (own, _) in scalars.items() for step in own)
+    if not steps:
+        Console(stderr=True).print(f"error: `run` expected steps, but {run} has made none yet", soft_wrap=True)
+        return 2
+    events = diagnose(scalars, rules.active())
     if parsed.json:
         found = [event.as_dict() for event in events]
         print(json.dumps({"run": str(run), "steps": steps, "healthy": not events, "events": found}, indent=2))

@@ -31,6 +31,8 @@ from grpo_lit.policy.gguf import converted_gguf
 
 #: Context length of an architecture without one (state space, ALiBi): more than any run asks for.
 NO_LIMIT = 2**31 - 1
+#: What stands in configs/base.yaml where a model is to be named.
+NOT_SET = "???"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _NOISE = re.compile(r"dropout|pdrop|layerdrop|drop_path|drop_rate|jitter")
@@ -46,6 +48,8 @@ def resolve_checkpoint(checkpoint: str) -> str:
     Raises:
         ConfigError: There is no such thing, or it can only be had from a hub that does not answer.
     """
+    if checkpoint == NOT_SET:
+        raise ConfigError(_expected(checkpoint, "it is not set", _FETCH))
     path = Path(checkpoint).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         with _readable(checkpoint):

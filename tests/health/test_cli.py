@@ -39,6 +39,13 @@ def test_a_run_of_one_step_is_no_proof_of_health(tmp_path: Path, capsys: pytest.
     assert re.search(r"nothing in 1 steps of .*\n  which says little", capsys.readouterr().out)
 
 
+def test_a_run_without_a_step_is_neither_healthy_nor_sick(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([str(written({"val/a/greedy": ([0], [0.1])}, tmp_path))]) == 2
+    told = capsys.readouterr()
+    assert re.search(r"error: `run` expected steps, but .* has made none yet", told.err)
+    assert not told.out
+
+
 @pytest.mark.parametrize("columns", [80, 200])
 def test_a_sick_run_in_a_table(
     columns: int, sick: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

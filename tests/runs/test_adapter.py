@@ -82,6 +82,8 @@ def test_the_base_is_untouched_and_exports_compute_what_was_trained(fit: Callabl
     torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
     folder = export(checkpoint, tmp_path / "adapter", adapter=True)
     assert (folder / "adapter_model.safetensors").stat().st_size < 100_000
+    for written in (tmp_path / "merged", folder):  # for every reader, weights too
+        assert len({file.stat().st_mode for file in written.iterdir()}) == 1
     torch.testing.assert_close(PeftModel.from_pretrained(start, folder)(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
