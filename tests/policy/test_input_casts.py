@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, ragged_batch, tiny_model
 from kept import kept_bytes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,7 +16,6 @@ from grpo_lit.policy.adapter import LoRA
 from grpo_lit.policy.input_casts import InputCasts
 from grpo_lit.policy.packing import pack_rows, plan_micro_batches
 from grpo_lit.policy.policy import Policy
-from tests.policy.test_policy import ARCHITECTURES, ragged_batch, tiny_model
 
 
 class Shared(nn.Module):
