@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jsonargparse import DefaultHelpFormatter
 from rich.console import Console
@@ -25,6 +26,20 @@ def own_and_passed_on(args: Sequence[str] | None) -> tuple[list[str], list[str]]
 def progress_columns() -> list[ProgressColumn]:
     """Return the columns of a bar that counts runs."""
     return [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+
+
+def check_folder(file: Path | None, option: str) -> None:
+    """Refuse a file to write in a folder that does not exist, before the work that is to be written there.
+
+    Args:
+        file: ``None``: nothing is to be written.
+        option: That names it.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"`{option}` expected a file in a folder that exists, but got {file}: make the folder")
 
 
 def wide_console(columns: int) -> Console:

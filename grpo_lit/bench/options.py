@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from grpo_lit.command import check_folder
 from grpo_lit.errors import ConfigError
 
 RECIPES = Path(__file__).parents[2] / "configs/recipe"
@@ -57,5 +58,4 @@ class Options:
                 raise ConfigError(f"`{name}` expected to be >= {least}, but got {getattr(self, name)}")
         if not self.recipe.is_file():
             raise ConfigError(f"`recipe` expected a YAML file, but got {self.recipe}: see configs/recipe")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise ConfigError(f"`json` expected a file in a folder that exists, but got {self.json}: make the folder")
+        check_folder(self.json, "json")

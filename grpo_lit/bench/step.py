@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from grpo_lit.ablate.runner import last_line
-from grpo_lit.command import exit_status, own_and_passed_on, progress_columns, wide_console
+from grpo_lit.command import check_folder, exit_status, own_and_passed_on, progress_columns, wide_console
 from grpo_lit.errors import ConfigError
 from grpo_lit.report.events import Scalars, read_scalars
 
@@ -172,8 +172,7 @@ def main(args: Sequence[str] | None = None) -> int:
     def measure() -> int:
         if asked.steps <= WARM_UP or asked.rounds < 1:
             raise ConfigError(f"`steps` expected > {WARM_UP} and `rounds` >= 1, but got {asked.steps}, {asked.rounds}")
-        if asked.json and not asked.json.absolute().parent.is_dir():
-            raise ConfigError(f"`json` expected a file in a folder that exists, but got {asked.json}: make the folder")
+        check_folder(asked.json, "json")
         steps = measured(asked, passed_on, errors)
         wide_console(110).print(table(steps))
         if asked.json:

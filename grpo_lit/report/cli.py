@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_lit.command import check_folder
 from grpo_lit.errors import ConfigError
 from grpo_lit.report.charts import panel_rows
 from grpo_lit.report.drawing import Drawing, picture
@@ -35,8 +36,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if arguments.out.suffix not in (".html", ".htm"):
             raise ConfigError(f"`out` expected a name that ends in .html, but got {arguments.out}")
-        if not arguments.out.absolute().parent.is_dir():
-            raise ConfigError(f"`out` expected a file in a folder that exists, but got {arguments.out}")
+        check_folder(arguments.out, "out")
         runs = read_runs(arguments.runs)
         found = episodes(runs)
         drawing = Drawing(curves_of(runs, arguments.over), arguments.over, marks(runs, found, arguments.over))
